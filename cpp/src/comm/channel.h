@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Collectives through shared windows, on plain bytes.
+//
+// A window: | control area | seq line | staging half 0 | staging half 1 |
+//
+// A collective is a sequence of steps, equally many on every rank. In step n a rank
+//   1. writes its data into half n mod 2 of its own window,
+//   2. stores n into its own seq (release),
+//   3. waits until every peer's seq is at least n (acquire),
+//   4. reads the peers' halves n mod 2.
+// Two halves suffice: a rank writes half n mod 2 in step n + 2 only after every peer's seq has reached
+// n + 1, and a peer stores n + 1 after it has finished reading step n.
+//
+//   word            written by               read by                      carries
+//   SeqLine::seq    its owner, release       every peer's wait, acquire   the owner's half, and that the
+//                                                                         owner has read step n - 1
+//   Control words   see comm/control.h
+//
+// The first step of each collective carries a header. Every rank compares all headers before it uses any
+// data, so a mismatch is the same InvalidArgument on every rank, and as all are at the same step
+// the group goes on working. seq never goes back: after a reset it continues above the group's maximum.
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/function_ref.h"
+#include "base/kernels.h"
+#include "comm/control.h"
+#include "comm/failure.h"
+#include "comm/group.h"
+#include "fanfold/dtype.h"
+
+namespace fanfold::comm {
+
+/// One row as the collectives see it. All ranks must give the same.
+struct RowType {
+  DType dtype = DType::kUInt8;
+  std::int64_t num_elements = 1;
+  std::int64_t bytes() const noexcept { return num_elements * size_of(dtype); }
+};
+
+/// A rank's end of one private channel of its group.
+///
+/// After PeerTimeout or PeerAborted every collective throws InvalidState until `reset`; after
+/// PeerLost every collective throws PeerLost again.
+/// Threads: one at a time, except `abort`. Borrows the group, which must outlive it.
+class Channel {
+ public:
+  using Bytes = std::vector<std::byte>;
+  using Counts = std::vector<std::int64_t>;
+
+  /// Collective. `what` names the owner in messages.
+  static std::unique_ptr<Channel> create(Group& group, std::string what, base::Deadline deadline);
+  static std::int64_t window_bytes(int num_ranks);
+  /// On windows of `window_bytes` that were made for it.
+  Channel(Group& group, Windows windows, std::string what);
+  /// Tells the peers that this rank has left.
+  ~Channel();
+  Channel(const Channel&) = delete;
+  Channel& operator=(const Channel&) = delete;
+
+  void barrier(base::Deadline deadline);
+  /// `recv` holds sum(counts) rows; `send` may be this rank's place in it.
+  void all_gather_v(const std::byte* send, std::byte* recv, RowType row, const Counts& counts,
+                    base::Deadline deadline);
+  /// `send` and `recv` hold one block per rank, of `row.bytes()` bytes; no overlap.
+  void all_to_all(const std::byte* send, std::byte* recv, RowType row, base::Deadline deadline);
+  void all_to_all_v(const std::byte* send, std::byte* recv, RowType row, const Counts& send_counts,
+                    const Counts& recv_counts, base::Deadline deadline);
+  void broadcast(std::byte* data, RowType row, int root, base::Deadline deadline);
+  /// `send` may be `recv`. float32, float16, bfloat16, int32 or int64.
+  void all_reduce(const std::byte* send, std::byte* recv, RowType row, base::Deadline deadline);
+  /// No overlap. Types as all_reduce.
+  void reduce_scatter_v(const std::byte* send, std::byte* recv, RowType row, const Counts& counts,
+                        base::Deadline deadline);
+  /// `call` is compared between the ranks and named in messages.
+  std::vector<Bytes> all_gather_bytes(const std::byte* data, std::int64_t bytes,
+                                      base::Deadline deadline,
+                                      const char* call = "all_gather_bytes");
+  /// Every rank's `values`, equally many on each, in rank order.
+  std::vector<std::int64_t> all_gather_values(const std::vector<std::int64_t>& values,
+                                              base::Deadline deadline, const char* call);
+
+  void abort(const std::string& reason) noexcept { control_.abort(reason); }
+  void reset(base::Deadline deadline);
+  /// Waits until every rank has closed or is gone.
+  void close(base::Deadline deadline);
+  Control& control() noexcept { return control_; }
+
+ private:
+  struct SeqLine;
+  /// What all ranks must agree on; counts follow it in the staging half.
+  struct Header;
+  /// What this rank puts into its header.
+  struct Call {
+    const char* name;
+    RowType row;
+    int root = 0;
+    std::int64_t length = 0;  // may differ between the ranks
+    const Counts* counts = nullptr;
+    const Counts* more_counts = nullptr;
+    int num_streams = 1;  // pieces that share a half equally
+  };
+  /// The part of each stream that one step carries.
+  struct Chunk {
+    std::int64_t begin;   // bytes of each stream before this step
+    std::int64_t room;    // at most so many in this step
+    std::int64_t offset;  // of the first stream in a half
+
+    /// What it carries of a stream of `total` bytes.
+    std::int64_t bytes_of(std::int64_t total) const noexcept;
+    /// Copies its part of `stream` to `out`, from `in`.
+    void put(std::byte* out, const std::byte* stream, std::int64_t total) const;
+    void take(std::byte* stream, const std::byte* in, std::int64_t total) const;
+  };
+
+  SeqLine& seq_line(int rank) const noexcept;
+  std::byte* half(int rank, std::uint64_t step) const noexcept;
+  /// Start of `rank`'s part of this step's chunk; valid while it is drained.
+  const std::byte* staged(int rank, const Chunk& chunk, int stream = 0) const noexcept;
+  const Header& header(int rank) const noexcept;
+  const std::int64_t* header_counts(int rank) const noexcept;
+
+  void check_usable(const char* call) const;
+  /// Runs a collective: header, check, then as many steps as the longest stream needs. `check` compares
+  /// and returns the bytes of the longest stream of any rank, `fill` writes a chunk of this rank,
+  /// `drain` reads everyone's.
+  void run(const Call& call, base::Deadline deadline, base::FunctionRef<std::int64_t()> check,
+           base::FunctionRef<void(std::byte* out, const Chunk& chunk)> fill,
+           base::FunctionRef<void(const Chunk& chunk)> drain);
+  void run_steps(const Call& call, base::Deadline deadline,
+                 base::FunctionRef<std::int64_t()> check,
+                 base::FunctionRef<void(std::byte* out, const Chunk& chunk)> fill,
+                 base::FunctionRef<void(const Chunk& chunk)> drain);
+  std::int64_t put_header(const Call& call);
+  void step(const char* call, base::Deadline deadline);
+  /// @throws InvalidArgument  the same on every rank
+  void compare_headers() const;
+  void compare_counts(const char* call) const;
+  void compare_count_pairs(const char* call) const;
+  [[noreturn]] void throw_mismatch(const std::string& field, int rank_a, const std::string& value_a,
+                                   int rank_b, const std::string& value_b) const;
+  void exchange(const Call& call, const std::byte* send, std::byte* recv, const Counts& send_counts,
+                const Counts& recv_counts, base::Deadline deadline);
+  /// out[i] = sum over the ranks r of rows_[r][i].
+  void sum(std::byte* out, DType dtype, std::int64_t num_elements);
+
+  Windows windows_;
+  Control control_;
+  const base::Kernels& kernels_;
+  int rank_;
+  int num_ranks_;
+  std::int64_t half_bytes_;
+  std::uint64_t step_ = 0;  // the last step that this rank has published
+  std::vector<const void*> rows_;
+  bool needs_reset_ = false;
+  std::optional<Failure> lost_;
+};
+
+}  // namespace fanfold::comm

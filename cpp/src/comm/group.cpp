@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "comm/group.h"
+
+#include <sched.h>
+
+#include <thread>
+
+namespace fanfold::comm {
+namespace {
+
+/// Cores that this thread may run on.
+int num_cores() noexcept {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  // Fails on machines with more cores than the set holds; those have enough for any answer.
+  if (::sched_getaffinity(0, sizeof cores, &cores) == 0) return CPU_COUNT(&cores);
+  return static_cast<int>(std::thread::hardware_concurrency());
+}
+
+}  // namespace
+
+Group::Group(int rank, int num_ranks)
+    : rank_(rank), num_ranks_(num_ranks), may_spin_(num_ranks <= num_cores()) {}
+
+}  // namespace fanfold::comm

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// What a kind of communicator must supply: identity, shared memory, liveness.
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/mapping.h"
+
+namespace fanfold::comm {
+
+/// One window per rank, all mapped here; index = rank. The windows of one call are equal in size.
+using Windows = std::vector<std::shared_ptr<base::Mapping>>;
+
+/// A set of ranks that can share memory. Implementations: threads of one process, processes of one
+/// machine.
+///
+/// Threads: one rank's Group is used by one thread at a time; `lost_reason` may be called by any.
+class Group {
+ public:
+  virtual ~Group() = default;
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  int rank() const noexcept { return rank_; }
+  int num_ranks() const noexcept { return num_ranks_; }
+  /// "threads" or "processes".
+  virtual const char* kind() const noexcept = 0;
+
+  /// Creates a window of `bytes` (rounded up to the page) on each rank and maps all of them.
+  /// Collective. New windows are zero, touched and mapped writable on every rank when it returns.
+  /// @throws PeerTimeout, PeerLost, PeerAborted, SystemFailure, std::bad_alloc; a failure on one
+  ///         rank fails on all of them.
+  virtual Windows share_windows(std::int64_t bytes, base::Deadline deadline) = 0;
+
+  /// Makes the group of `members` (ranks of this group in their new order). Collective over *this*
+  /// group; a rank that is not in `members` of its own call passes an empty list and gets null.
+  virtual std::unique_ptr<Group> split(const std::vector<int>& members,
+                                       base::Deadline deadline) = 0;
+
+  /// Why `rank` is known to be gone ("its process ended"), or an empty string while it lives.
+  /// A system call at most; meant for once in a millisecond, not for the spin phase.
+  virtual std::string lost_reason(int rank) const = 0;
+
+  /// Tells the peers that this rank leaves. Idempotent, never waits, never throws.
+  virtual void leave() noexcept = 0;
+
+  /// True in a process forked from the one that made this group: nothing may be used there.
+  virtual bool is_forked_child() const noexcept = 0;
+
+  /// Whether a waiting rank may burn its core: no more ranks on this machine than cores.
+  bool may_spin() const noexcept { return may_spin_; }
+
+ protected:
+  Group(int rank, int num_ranks);  // fills may_spin_ from the affinity mask
+
+  int rank_;
+  int num_ranks_;
+  bool may_spin_;
+};
+
+}  // namespace fanfold::comm

@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fanfold/allocator.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "base/format.h"
+#include "comm/communicator_impl.h"
+#include "fanfold/error.h"
+#include "memory/symmetric_block.h"
+
+namespace fanfold {
+namespace {
+
+/// What the ranks tell each other before they allocate.
+struct Proposal {
+  static constexpr std::size_t kNumValues = 4;
+
+  std::int64_t bytes;
+  std::int64_t zero_bytes;
+  std::int64_t cached_id;  // the block that this rank would reuse, -1 for none
+  std::int64_t next_id;    // what this rank would call a new block
+
+  std::vector<std::int64_t> values() const { return {bytes, zero_bytes, cached_id, next_id}; }
+  static Proposal of(const std::vector<std::int64_t>& gathered, std::size_t rank) {
+    const std::int64_t* const first = gathered.data() + rank * kNumValues;
+    return {first[0], first[1], first[2], first[3]};
+  }
+};
+
+void check_same(const char* field, std::int64_t expected, std::int64_t got, std::size_t rank) {
+  if (got == expected) return;
+  throw InvalidArgument(base::str("allocate: ", field, ": expected the same on every rank, got ",
+                                  expected, " on rank 0 and ", got, " on rank ", rank));
+}
+
+}  // namespace
+
+class Allocator::Impl {
+ public:
+  explicit Impl(std::shared_ptr<Communicator::Impl> communicator)
+      : communicator_(std::move(communicator)), ledger_(std::make_shared<memory::Ledger>()) {}
+
+  SymmetricMemory allocate(std::int64_t bytes, std::int64_t zero_bytes, base::Deadline deadline);
+  void free(const SymmetricMemory& memory);
+  void trim();
+  Communicator::Impl& communicator() { return *communicator_; }
+  AllocatorStats stats() const { return ledger_->stats(); }
+
+ private:
+  struct Cached {
+    comm::Windows windows;
+    std::int64_t id;
+    std::int64_t bytes() const { return windows.front()->bytes(); }
+  };
+
+  std::vector<Cached>::iterator smallest_fit(std::int64_t bytes);
+  /// Zeroes this rank's window and waits until the others have zeroed theirs.
+  void zero(const comm::Windows& windows, std::int64_t bytes, base::Deadline deadline);
+
+  std::shared_ptr<Communicator::Impl> communicator_;
+  std::shared_ptr<memory::Ledger> ledger_;
+  std::vector<Cached> cache_;
+  std::int64_t next_id_ = 0;
+};
+
+std::vector<Allocator::Impl::Cached>::iterator Allocator::Impl::smallest_fit(std::int64_t bytes) {
+  auto best = cache_.end();
+  for (auto it = cache_.begin(); it != cache_.end(); ++it) {
+    if (it->bytes() < bytes) continue;
+    if (best == cache_.end() || std::make_pair(it->bytes(), it->id) <
+                                    std::make_pair(best->bytes(), best->id)) {
+      best = it;
+    }
+  }
+  return best;
+}
+
+void Allocator::Impl::zero(const comm::Windows& windows, std::int64_t bytes,
+                           base::Deadline deadline) {
+  if (bytes == 0) return;
+  const auto rank = static_cast<std::size_t>(communicator_->group().rank());
+  std::memset(windows[rank]->data(), 0, static_cast<std::size_t>(bytes));
+  communicator_->channel().barrier(deadline);
+}
+
+SymmetricMemory Allocator::Impl::allocate(std::int64_t bytes, std::int64_t zero_bytes,
+                                          base::Deadline deadline) {
+  if (bytes < 1) {
+    throw InvalidArgument(base::str("bytes: expected 1 or more, got ", bytes));
+  }
+  if (zero_bytes < 0 || zero_bytes > bytes) {
+    throw InvalidArgument(base::str("zero_bytes: expected 0 to ", bytes, ", got ", zero_bytes));
+  }
+  const Communicator::Impl::Call call(*communicator_, "allocate");
+  const auto fit = smallest_fit(bytes);
+  const Proposal own{bytes, zero_bytes, fit == cache_.end() ? -1 : fit->id, next_id_};
+  const std::vector<std::int64_t> gathered =
+      communicator_->channel().all_gather_values(own.values(), deadline, "allocate");
+  bool may_reuse = own.cached_id >= 0;
+  const Proposal first = Proposal::of(gathered, 0);
+  for (std::size_t rank = 0; rank < gathered.size() / Proposal::kNumValues; ++rank) {
+    const Proposal theirs = Proposal::of(gathered, rank);
+    check_same("bytes", first.bytes, theirs.bytes, rank);
+    check_same("zero_bytes", first.zero_bytes, theirs.zero_bytes, rank);
+    may_reuse = may_reuse && theirs.cached_id == own.cached_id;
+    next_id_ = std::max(next_id_, theirs.next_id);
+  }
+  if (may_reuse) {
+    Cached cached = std::move(*fit);
+    cache_.erase(fit);
+    const auto block = std::make_shared<SymmetricMemory::Block>(std::move(cached.windows),
+                                                                cached.id, ledger_);
+    ledger_->reuse_block(block->bytes());
+    zero(block->windows, zero_bytes, deadline);
+    return SymmetricMemory(block);
+  }
+  const std::int64_t id = next_id_++;
+  const auto block = std::make_shared<SymmetricMemory::Block>(
+      communicator_->group().share_windows(bytes, deadline), id, ledger_);
+  ledger_->add_block(block->bytes());
+  return SymmetricMemory(block);
+}
+
+void Allocator::Impl::free(const SymmetricMemory& memory) {
+  const std::shared_ptr<SymmetricMemory::Block>& block = memory.block();
+  if (block == nullptr || block->ledger != ledger_) {
+    throw InvalidArgument(base::str("memory: expected a block of this allocator, got ",
+                                    block == nullptr ? "an object that holds none" : "another's"));
+  }
+  if (block->is_freed) {
+    throw InvalidArgument("memory: expected a block in use, got one that was freed before");
+  }
+  cache_.push_back({block->windows, block->id});
+  block->is_freed = true;
+  ledger_->cache_block(block->bytes());
+}
+
+void Allocator::Impl::trim() {
+  for (const Cached& cached : cache_) ledger_->trim_block(cached.bytes());
+  cache_.clear();
+}
+
+namespace {
+
+template <class Impl>
+Impl& checked(const std::shared_ptr<Impl>& impl) {
+  if (impl == nullptr) throw InvalidState("allocator: the object was moved from");
+  return *impl;
+}
+
+std::shared_ptr<Communicator::Impl> usable(const Communicator& communicator) {
+  checked(communicator.impl()).check_usable("allocator");
+  return communicator.impl();
+}
+
+}  // namespace
+
+Allocator::Allocator(Communicator& communicator)
+    : impl_(std::make_shared<Impl>(usable(communicator))) {}
+Allocator::~Allocator() = default;
+Allocator::Allocator(Allocator&&) noexcept = default;
+Allocator& Allocator::operator=(Allocator&&) noexcept = default;
+
+SymmetricMemory Allocator::allocate(std::int64_t bytes, std::int64_t zero_bytes,
+                                    std::optional<std::chrono::nanoseconds> timeout) {
+  Impl& impl = checked(impl_);
+  return impl.allocate(bytes, zero_bytes, impl.communicator().deadline(timeout));
+}
+
+void Allocator::free(const SymmetricMemory& memory) {
+  checked(impl_).free(memory);
+}
+
+void Allocator::trim() {
+  checked(impl_).trim();
+}
+
+AllocatorStats Allocator::stats() const {
+  return checked(impl_).stats();
+}
+
+}  // namespace fanfold

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// What stands behind SymmetricMemory.
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+
+#include "comm/group.h"
+#include "fanfold/allocator.h"
+
+namespace fanfold {
+
+namespace memory {
+
+/// The counts of one allocator. Outlives it while blocks are out.
+class Ledger {
+ public:
+  void add_block(std::int64_t bytes);     // new from the system and given out
+  void reuse_block(std::int64_t bytes);   // from the cache and given out
+  void cache_block(std::int64_t bytes);   // back into the cache
+  void drop_block(std::int64_t bytes);    // released without `free`
+  void trim_block(std::int64_t bytes);    // from the cache to the system
+  AllocatorStats stats() const;
+
+ private:
+  void give_out(std::int64_t bytes);
+
+  mutable std::mutex mutex_;  // guards stats_: blocks may be released on any thread
+  AllocatorStats stats_;
+};
+
+}  // namespace memory
+
+/// One lease of a window per rank. A cached block that is given out again is a new lease, so that what is
+/// left of the old one cannot free it.
+/// Threads: released by any; otherwise as its allocator.
+struct SymmetricMemory::Block {
+  Block(comm::Windows windows, std::int64_t id, std::shared_ptr<memory::Ledger> ledger);
+  /// Counts the block as dropped if it was not freed.
+  ~Block();
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+
+  std::int64_t bytes() const noexcept { return windows.front()->bytes(); }
+
+  comm::Windows windows;
+  std::int64_t id;  // the same on every rank, never given twice by one allocator
+  std::shared_ptr<memory::Ledger> ledger;
+  bool is_freed = false;
+};
+
+}  // namespace fanfold
