@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Expert-parallel exchange: token rows go out to their experts, results come home.
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fanfold/all_to_all_config.h"
+#include "fanfold/allocator.h"
+#include "fanfold/communicator.h"
+#include "fanfold/export.h"
+#include "fanfold/metainfo.h"
+#include "fanfold/received.h"
+#include "fanfold/tensor_view.h"
+
+namespace fanfold {
+
+/// Inputs of one dispatch. T tokens of this rank, K = top_k. All are only read, and only until the
+/// call returns. A tensor of zero tokens may have a null pointer.
+struct FANFOLD_EXPORT DispatchInputs {
+  /// [T, K] int16, int32, int64 or uint32, any row stride; a negative id selects no expert. May be
+  /// empty for layout kGathered, and with `routing`.
+  TensorView topk_ids;
+  /// Each [T, ...], any dtype, rows contiguous with any row stride; 1..16 payloads.
+  std::vector<TensorView> payloads;
+  TensorView topk_weights;  ///< optional [T, K] float32, any row stride
+  /// m with T <= m <= M, equal on all ranks; default M.
+  std::optional<std::int64_t> round_max_tokens;
+  Routing routing;  ///< send along an earlier dispatch's rows
+  /// What each rank's T is, where the caller knows it; verified.
+  std::optional<std::vector<std::int64_t>> num_tokens_per_rank;
+  TensorView num_tokens;  ///< optional one int32: only the first n rows are tokens
+  std::optional<std::int64_t> invalid_expert_id;  ///< default -1
+  std::optional<std::chrono::nanoseconds> timeout;
+};
+
+/// Inputs of one combine.
+struct FANFOLD_EXPORT CombineInputs {
+  /// The experts' rows in the layout of the dispatch: [R, m, H], [sum of T, H] or [L, R*m, H];
+  /// float32, float16 or bfloat16; H * size <= combine_row_bytes, equal on all ranks.
+  TensorView y;
+  TensorView out;           ///< [T, H] float32, float16 or bfloat16; overwritten
+  TensorView topk_weights;  ///< weighting kOrigin: optional [T, K] float32 in place of dispatch's
+  /// False: the round stays open for another combine; costs one more flag exchange. Equal on all
+  /// ranks.
+  bool release = true;
+  std::optional<std::chrono::nanoseconds> timeout;
+};
+
+/// What a strategy can do.
+struct FANFOLD_EXPORT Capabilities {
+  Strategy strategy = Strategy::kAuto;
+  std::vector<Layout> layouts;
+  std::vector<DType> id_dtypes;
+  bool two_phase = false;
+  bool graph_safe = false;
+  bool needs_uniform_tokens = false;
+  bool deterministic = true;
+  bool rank_mask = false;
+  int max_payloads = 0;
+  int max_top_k = 0;
+  int max_ranks = 0;
+};
+
+/// Whether a call would fit, and if not, why.
+struct FANFOLD_EXPORT Feasibility {
+  bool feasible = false;
+  std::string reason;
+};
+
+/// One reusable dispatch/combine exchange over a group of ranks. Serves any number of layers of
+/// equal configuration.
+///
+/// Owns its workspace; shares the communicator's state. Every rank issues the same sequence of
+/// phases. An argument error is local: nothing was sent, and a corrected call continues the round.
+/// A difference between ranks that the flags show (InvalidArgument from a receiving call), and
+/// PeerTimeout and PeerAborted, put it into state failed until `reset()`. After PeerLost close it.
+/// Threads: one call at a time per object, else InvalidState; `abort` may be called at any time.
+/// All calls run on the calling thread and wait only where they say so, with a deadline.
+class FANFOLD_EXPORT AllToAll {
+ public:
+  static constexpr int kMaxPayloads = 16;
+  static constexpr int kMaxTopK = 1024;
+  static constexpr int kMaxRanks = 1024;
+
+  /// Allocates the workspace. Collective.
+  /// @throws InvalidArgument  `config` contradicts itself (nothing was allocated), or the ranks'
+  ///         configurations differ: on every rank, naming the field and both values.
+  /// @throws Unsupported  the strategy lacks the layout.
+  /// @throws PeerTimeout, PeerLost, SystemFailure, std::bad_alloc
+  AllToAll(Communicator& communicator, const AllToAllConfig& config,
+           Allocator* allocator = nullptr);
+  /// Marks this rank as left; never waits. Prefer `close()`.
+  ~AllToAll();
+  AllToAll(AllToAll&&) noexcept;
+  AllToAll& operator=(AllToAll&&) noexcept;
+
+  /// Bytes that an AllToAll of this configuration holds per rank: symmetric and private.
+  static std::int64_t required_bytes(int num_ranks, const AllToAllConfig& config);
+
+  const AllToAllConfig& config() const;
+  int rank() const;
+  int num_ranks() const;
+  int num_local_experts() const;
+  /// Global ids of this rank's experts, ascending; position = local id.
+  const std::vector<std::int32_t>& local_experts() const;
+
+  /// Sends each token once to each rank that hosts one of its experts, and receives. Waits for
+  /// every active rank's rows.
+  /// @throws InvalidArgument, InvalidState, PeerTimeout, PeerAborted, PeerLost
+  Received dispatch(const DispatchInputs& inputs);
+  /// First half: never waits for a peer, except for a slot whose previous round ended by `release`
+  /// while a peer still holds it.
+  /// @throws InvalidState  all `max_in_flight` slots hold open rounds; nothing was sent.
+  /// @throws Unsupported   the strategy has no two phases.
+  Round dispatch_send(const DispatchInputs& inputs);
+  /// Second half: waits for every active rank.
+  Received dispatch_recv(const Round& round,
+                         std::optional<std::chrono::nanoseconds> timeout = std::nullopt);
+
+  /// Where the experts of `round` may write their results so that combine copies nothing:
+  /// [R, m, H], [sum of T, H] or [L, R*m, H]. Defaults: the configured hidden and combine_dtype.
+  /// Never overlaps the received rows. Contents are unspecified.
+  TensorView combine_buffer(const Round& round, std::optional<std::int64_t> hidden = std::nullopt,
+                            std::optional<DType> dtype = std::nullopt);
+  /// {T, H}: the shape of `out` for an open round; H as the results that were sent have it, else
+  /// the configured hidden.
+  std::pair<std::int64_t, std::int64_t> out_shape(const Round& round) const;
+  /// Adds each token's rows and writes `out`; a token without an expert becomes zeros. Ends the
+  /// round unless `release` is false. Waits for every active rank.
+  void combine(const CombineInputs& inputs, const Round& round);
+  /// First half: stages or reduces `inputs.y` and announces it; `inputs.out` is not used. Never
+  /// waits.
+  void combine_send(const CombineInputs& inputs, const Round& round);
+  /// Second half; `inputs.y` is not used.
+  void combine_recv(const CombineInputs& inputs, const Round& round);
+  /// Ends a round without a combine. Every rank must do so. Does not wait.
+  void release(const Round& round);
+
+  /// Writes `ids` [R, m, K] (or any [..., K] with counts over the first dimension) to `out`,
+  /// overwriting ids as `policy` says. `counts` [R] int32: rows with a token in each [r].
+  /// Local; `out` may be `ids`.
+  void sanitize(const TensorView& ids, const TensorView& counts, std::int64_t invalid_expert_id,
+                SanitizePolicy policy, const TensorView& out) const;
+
+  /// Ranks left out: no rows go to them, they are not waited for, what they hold is missing from
+  /// the sums. Takes effect with the next dispatch; equal on all active ranks, which the flags
+  /// verify.
+  /// @throws InvalidArgument  wrong length, or this rank is masked out.
+  /// @throws InvalidState     a round is open.
+  void set_active_mask(const std::vector<bool>& active);
+  std::vector<bool> active_mask() const;
+
+  /// Makes the waits of all ranks on this AllToAll throw PeerAborted(rank, reason). Any thread.
+  void abort(const std::string& reason);
+  /// Brings a failed AllToAll back: ends all open rounds. Collective over the active ranks, waits.
+  void reset(std::optional<std::chrono::nanoseconds> timeout = std::nullopt);
+  /// Collective: waits until every active rank has called it or has left, then gives the workspace
+  /// back. Idempotent.
+  void close(std::optional<std::chrono::nanoseconds> timeout = std::nullopt);
+  bool is_closed() const noexcept;
+  bool is_failed() const noexcept;
+  /// Throws what the last failed call threw, or PeerAborted / PeerLost where a peer has aborted or
+  /// left; returns when all is well. Does not wait.
+  void check() const;
+  /// Ids >= num_experts that were dropped since creation (CheckIds::kDrop).
+  std::int64_t num_dropped_ids() const noexcept;
+
+  const Metainfo& metainfo() const;
+  std::int64_t workspace_bytes() const;
+  Capabilities capabilities() const;
+  /// Which strategy serves, and why: "one_sided: …".
+  std::string choice() const;
+  /// A pure function of values equal on all ranks.
+  Feasibility feasible(std::int64_t round_max_tokens, std::int64_t row_bytes, Layout layout) const;
+  /// Keeps the memory of all views mapped while held, past `close()` and destruction.
+  std::shared_ptr<const void> memory() const;
+
+  class Impl;
+
+ private:
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace fanfold

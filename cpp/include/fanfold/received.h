@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// What a dispatch gives back.
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "fanfold/export.h"
+#include "fanfold/tensor_view.h"
+
+namespace fanfold {
+
+/// One dispatch that waits for its combine. A small value; copies mean the same round.
+class FANFOLD_EXPORT Round {
+ public:
+  Round() = default;
+  std::uint64_t owner = 0;       ///< identity of the AllToAll, unique in the process
+  std::int64_t number = -1;      ///< counts the rounds of one AllToAll from 0
+  std::uint32_t generation = 0;  ///< of the AllToAll when the round began
+  /// "round 3 of AllToAll 'moe' (generation 0)"
+  std::string describe(const std::string& owner_name) const;
+};
+
+/// Counts and indices of one dispatch in memory of their own, immutable, of any lifetime. Give it
+/// to a later dispatch of an equally configured AllToAll to send new payloads along the same rows.
+class FANFOLD_EXPORT Routing {
+ public:
+  Routing();
+  ~Routing();
+  Routing(const Routing&);
+  Routing(Routing&&) noexcept;
+  Routing& operator=(const Routing&);
+  Routing& operator=(Routing&&) noexcept;
+
+  bool has_value() const noexcept { return data_ != nullptr; }
+  std::int64_t num_tokens() const;        ///< T of this rank
+  std::int64_t round_max_tokens() const;  ///< m
+  /// Rows that each rank sent here, [R].
+  const std::vector<std::int32_t>& rank_counts() const;
+
+  struct Data;
+  explicit Routing(std::shared_ptr<const Data> data) noexcept;
+  /// For the library itself.
+  const std::shared_ptr<const Data>& data() const noexcept { return data_; }
+
+ private:
+  std::shared_ptr<const Data> data_;
+};
+
+/// Host copies of the counts.
+struct FANFOLD_EXPORT HostCounts {
+  std::vector<std::int32_t> rank_counts;    ///< [R] rows from each rank
+  std::vector<std::int32_t> expert_counts;  ///< [L] (token, local expert) pairs
+  std::int64_t num_rows = 0;                ///< rows received
+};
+
+/// Views of what one dispatch received. R ranks, m = round_max_tokens, K = top_k, L local experts.
+///
+/// All views but those of a Routing are valid until the combine (or release) of its round is
+/// called; afterwards every accessor throws InvalidState. Copies share the state.
+class FANFOLD_EXPORT Received {
+ public:
+  Received();
+  ~Received();
+  Received(const Received&);
+  Received(Received&&) noexcept;
+  Received& operator=(const Received&);
+  Received& operator=(Received&&) noexcept;
+
+  bool has_value() const noexcept { return state_ != nullptr; }
+  const Round& handle() const;
+  /// False once the round ended.
+  bool is_open() const noexcept;
+  std::int64_t round_max_tokens() const;  ///< m
+  std::int64_t num_tokens() const;        ///< T of this rank
+  /// In the order of the payloads that were given: rank_major [R, m, ...], gathered [sum of T,
+  /// ...], expert_major [L, R*m, ...]. Bytes of rows past the counts are unspecified.
+  const std::vector<TensorView>& payloads() const;
+  const TensorView& rank_counts() const;    ///< [R] int32
+  const TensorView& expert_counts() const;  ///< [L] int32
+  const TensorView& num_rows() const;       ///< [1] int32
+  const TensorView& offsets() const;        ///< [L+1] int32, exclusive sums of expert_counts
+  HostCounts host_counts() const;
+  /// [R, m, K] or [sum of T, K] int32: global ids as sent, invalid_expert_id in rows without a
+  /// token. Empty for expert_major, or when no ids were given.
+  const TensorView& topk_ids() const;
+  /// [R, m, K], [sum of T, K] or (expert_major) [L, R*m] float32. Empty when none were given.
+  const TensorView& topk_weights() const;
+  const TensorView& source_rank() const;   ///< per row int32, -1 in rows without a token
+  const TensorView& source_token() const;  ///< per row int32, -1 in rows without a token
+  /// Copies the counts and indices; valid for ever.
+  Routing routing() const;
+
+  class State;
+  explicit Received(std::shared_ptr<State> state) noexcept;
+  /// For the library itself.
+  const std::shared_ptr<State>& state() const noexcept { return state_; }
+
+ private:
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace fanfold

@@ -1,0 +1,298 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "api/check.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "base/format.h"
+#include "fanfold/error.h"
+
+namespace fanfold::api {
+namespace {
+
+using base::str;
+
+[[noreturn]] void fail(const char* name, const std::string& expected, const std::string& got) {
+  throw InvalidArgument(str(name, ": expected ", expected, ", got ", got));
+}
+
+bool is_id_dtype(DType dtype) noexcept {
+  return dtype == DType::kInt16 || dtype == DType::kInt32 || dtype == DType::kInt64 ||
+         dtype == DType::kUInt32;
+}
+
+void check_on_cpu(const char* name, const TensorView& view) {
+  if (view.device != DeviceType::kCpu) fail(name, "a tensor on cpu", view.describe());
+}
+
+void check_rows(const char* name, const TensorView& view) {
+  check_on_cpu(name, view);
+  if (view.num_elements() > 0 && view.data == nullptr) {
+    fail(name, "data", "a null pointer for " + view.describe());
+  }
+  if (!view.rows_are_contiguous()) {
+    fail(name, "rows whose elements are contiguous",
+         "strides that skip within a row of " + view.describe());
+  }
+}
+
+/// T rows, as `topk_ids`, `routing` or the first payload says.
+std::int64_t number_of_tokens(const DispatchInputs& in) {
+  if (in.routing.has_value()) return in.routing.num_tokens();
+  if (in.topk_ids.has_value()) return in.topk_ids.shape[0];
+  return in.payloads[0].shape[0];
+}
+
+void check_ids(const exchange::Exchange& exchange, const DispatchInputs& in) {
+  const int top_k = exchange.config().top_k;
+  if (!in.topk_ids.has_value()) {
+    if (exchange.config().layout != Layout::kGathered && !in.routing.has_value()) {
+      fail("topk_ids", "a tensor (only layout gathered can do without)", "none");
+    }
+    return;
+  }
+  const TensorView& ids = in.topk_ids;
+  if (!is_id_dtype(ids.dtype) || ids.ndim != 2 || ids.shape[1] != top_k) {
+    fail("topk_ids", str("int16, int32, int64 or uint32 [num_tokens, ", top_k, "]"),
+         ids.describe());
+  }
+  check_rows("topk_ids", ids);
+}
+
+void check_weights(const char* name, const TensorView& weights, std::int64_t num_tokens,
+                   int top_k) {
+  if (!weights.has_value()) return;
+  if (weights.dtype != DType::kFloat32 || weights.ndim != 2 || weights.shape[0] != num_tokens ||
+      weights.shape[1] != top_k) {
+    fail(name, str("float32 [", num_tokens, ", ", top_k, "]"), weights.describe());
+  }
+  check_rows(name, weights);
+}
+
+void check_payloads(const exchange::Exchange& exchange, const DispatchInputs& in,
+                    std::int64_t num_tokens) {
+  if (in.payloads.empty() || in.payloads.size() > AllToAll::kMaxPayloads) {
+    fail("payloads", str("1 to ", AllToAll::kMaxPayloads, " tensors"), str(in.payloads.size()));
+  }
+  std::int64_t total = 0;
+  for (std::size_t i = 0; i < in.payloads.size(); ++i) {
+    const TensorView& payload = in.payloads[i];
+    const std::string name = str("payloads[", i, "]");
+    if (payload.ndim < 1 || payload.shape[0] != num_tokens) {
+      fail(name.c_str(), str("[", num_tokens, ", ...] (one row per token)"), payload.describe());
+    }
+    if (payload.row_bytes() < 1) {
+      fail(name.c_str(), "rows of at least one byte", payload.describe());
+    }
+    check_rows(name.c_str(), payload);
+    if (num_tokens > 0 && exchange.owns(payload.data)) {
+      fail(name.c_str(), "memory outside this AllToAll (peers may overwrite it)",
+           "a view of received rows");
+    }
+    total += payload.row_bytes();
+  }
+  if (total > exchange.workspace().dispatch_row_bytes) {
+    fail("payloads",
+         str("at most ", exchange.workspace().dispatch_row_bytes,
+             " bytes per token (dispatch_row_bytes; see extra_bytes_per_token)"),
+         str(total));
+  }
+}
+
+std::int64_t first_tokens(const DispatchInputs& in, std::int64_t rows) {
+  if (!in.num_tokens.has_value()) return rows;
+  const TensorView& view = in.num_tokens;
+  if (view.dtype != DType::kInt32 || view.num_elements() + (view.ndim == 0 ? 1 : 0) != 1 ||
+      view.data == nullptr) {
+    fail("num_tokens", "one int32", view.describe());
+  }
+  const std::int32_t num_tokens = *static_cast<const std::int32_t*>(view.data);
+  if (num_tokens < 0 || num_tokens > rows) {
+    fail("num_tokens", str("a value in [0, ", rows, "] (the rows given)"), str(num_tokens));
+  }
+  return num_tokens;
+}
+
+void check_routing(const exchange::Exchange& exchange, const DispatchInputs& in) {
+  if (!in.routing.has_value()) return;
+  const Routing::Data& data = *in.routing.data();
+  if (data.config_digest != exchange.config_digest()) {
+    fail("routing", "a routing of an equally configured AllToAll", "one of another configuration");
+  }
+  if (data.mask_digest != exchange.mask_digest()) {
+    fail("routing", "a routing made under the present active mask", "one of another mask");
+  }
+  if (in.topk_ids.has_value() || in.topk_weights.has_value() || in.num_tokens.has_value()) {
+    fail("routing", "no topk_ids, topk_weights or num_tokens beside it (it holds them)",
+         "some of them");
+  }
+}
+
+std::string shape_text(const exchange::Exchange& exchange, const exchange::Slot& slot) {
+  const std::int64_t m = slot.round_max_tokens;
+  switch (exchange.config().layout) {
+    case Layout::kRankMajor:
+      return str("[", exchange.num_ranks(), ", ", m, ", hidden]");
+    case Layout::kExpertMajor:
+      return str("[", exchange.num_local_experts(), ", ", exchange.num_ranks() * m, ", hidden]");
+    case Layout::kGathered:
+      return str("[", slot.num_gathered, ", hidden]");
+  }
+  return {};
+}
+
+}  // namespace
+
+exchange::DispatchCall check_dispatch(const exchange::Exchange& exchange,
+                                      const DispatchInputs& in) {
+  const AllToAllConfig& config = exchange.config();
+  check_routing(exchange, in);
+  check_ids(exchange, in);
+  if (in.payloads.empty()) fail("payloads", str("1 to ", AllToAll::kMaxPayloads, " tensors"), "0");
+  const std::int64_t rows = number_of_tokens(in);
+  check_weights("topk_weights", in.topk_weights, rows, config.top_k);
+  check_payloads(exchange, in, rows);
+  if (config.weighting == Weighting::kCarried && !in.topk_weights.has_value() &&
+      !in.routing.has_value()) {
+    fail("topk_weights", "a tensor (weighting carried multiplies by it)", "none");
+  }
+  const std::int64_t num_tokens = first_tokens(in, rows);
+  const std::int64_t capacity = config.max_tokens_per_rank;
+  const std::int64_t m = in.routing.has_value() ? in.routing.round_max_tokens()
+                                                : in.round_max_tokens.value_or(capacity);
+  if (in.routing.has_value() && in.round_max_tokens && *in.round_max_tokens != m) {
+    fail("round_max_tokens", str(m, " (that of the routing)"), str(*in.round_max_tokens));
+  }
+  if (m < 0 || m > capacity) {
+    fail("round_max_tokens", str("a value in [0, ", capacity, "] (max_tokens_per_rank)"), str(m));
+  }
+  if (num_tokens > m) {
+    fail("topk_ids",
+         str("at most ", m,
+             m == capacity ? " tokens (max_tokens_per_rank)" : " tokens (round_max_tokens)"),
+         str(num_tokens));
+  }
+  if (in.num_tokens_per_rank) {
+    const auto& known = *in.num_tokens_per_rank;
+    const auto me = static_cast<std::size_t>(exchange.rank());
+    if (known.size() != static_cast<std::size_t>(exchange.num_ranks())) {
+      fail("num_tokens_per_rank", str(exchange.num_ranks(), " entries"), str(known.size()));
+    }
+    if (known[me] != num_tokens) {
+      fail("num_tokens_per_rank", str(num_tokens, " tokens at this rank's entry ", me),
+           str(known[me]));
+    }
+  }
+  const std::int64_t invalid = in.invalid_expert_id.value_or(-1);
+  if (invalid < INT32_MIN || invalid > INT32_MAX) {
+    fail("invalid_expert_id", "a value that int32 holds", str(invalid));
+  }
+  return {&in, num_tokens, m, static_cast<std::int32_t>(invalid),
+          base::Deadline(in.timeout.value_or(config.timeout))};
+}
+
+void check_combine_row(const exchange::Exchange& exchange, std::int64_t hidden, DType dtype) {
+  if (!is_summable(dtype)) {
+    fail("dtype of the combine", "float32, float16 or bfloat16", name_of(dtype));
+  }
+  const DType travels = *exchange.config().combine_dtype;
+  const std::int64_t bytes = hidden * std::max(size_of(dtype), size_of(travels));
+  if (hidden < 1 || bytes > exchange.workspace().combine_row_bytes) {
+    fail("hidden of the combine",
+         str("a row of 1 element to ", exchange.workspace().combine_row_bytes,
+             " bytes (combine_row_bytes)"),
+         str(hidden, " elements, ", bytes, " bytes"));
+  }
+}
+
+void check_results(exchange::Exchange& exchange, const exchange::Slot& slot,
+                   const CombineInputs& in) {
+  const TensorView& y = in.y;
+  check_on_cpu("y", y);
+  const TensorView wanted = exchange.combine_view(
+      slot, y.ndim > 0 ? y.shape[static_cast<std::size_t>(y.ndim - 1)] : 0, y.dtype);
+  if (y.ndim != wanted.ndim ||
+      !std::equal(y.shape.begin(), y.shape.begin() + y.ndim, wanted.shape.begin()) ||
+      !is_summable(y.dtype)) {
+    fail("y", "float32, float16 or bfloat16 " + shape_text(exchange, slot), y.describe());
+  }
+  check_combine_row(exchange, wanted.shape[static_cast<std::size_t>(y.ndim - 1)], y.dtype);
+  if (!y.is_contiguous()) fail("y", "a contiguous tensor", "other strides");
+  if (y.num_elements() > 0 && y.data == nullptr) fail("y", "data", "a null pointer");
+  if (y.num_elements() == 0 || !exchange.owns(y.data)) return;
+  const std::string here = str("the combine buffer of round ", slot.round);
+  if (y.data != wanted.data) {
+    std::string got = "other memory of this AllToAll";
+    for (const exchange::Slot& other : exchange.slots()) {
+      const TensorView buffer = exchange.combine_view(other, 1, y.dtype);
+      if (buffer.data == y.data) got = str("the combine buffer of round ", other.round);
+    }
+    fail("y", here + ", or memory outside this AllToAll", got);
+  }
+  const DType travels = *exchange.config().combine_dtype;
+  if (exchange.config().layout == Layout::kRankMajor && y.dtype != travels) {
+    fail("y", str(name_of(travels), " (combine_dtype) in ", here), y.describe());
+  }
+}
+
+void check_combine_out(const exchange::Exchange& exchange, const exchange::Slot& slot,
+                       const CombineInputs& in, std::int64_t hidden) {
+  const std::int64_t num_tokens = slot.plan().num_tokens;
+  const TensorView& out = in.out;
+  if (!is_summable(out.dtype) || out.ndim != 2 || out.shape[0] != num_tokens ||
+      out.shape[1] != hidden) {
+    fail("out", str("float32, float16 or bfloat16 [", num_tokens, ", ", hidden, "]"),
+         out.describe());
+  }
+  check_rows("out", out);
+  if (num_tokens > 0 && exchange.owns(out.data)) {
+    fail("out", "memory outside this AllToAll", "a view of its memory");
+  }
+  if (exchange.config().weighting != Weighting::kOrigin) {
+    if (in.topk_weights.has_value()) {
+      fail("topk_weights", "none (only weighting origin multiplies at combine)",
+           in.topk_weights.describe());
+    }
+    return;
+  }
+  check_weights("topk_weights", in.topk_weights, num_tokens, exchange.config().top_k);
+  if (!in.topk_weights.has_value() && !slot.has_weights) {
+    fail("topk_weights", "weights at dispatch or at combine (weighting origin)", "none");
+  }
+}
+
+void check_sanitize(const TensorView& ids, const TensorView& counts, std::int64_t invalid_expert_id,
+                    const TensorView& out) {
+  if (!is_id_dtype(ids.dtype) || (ids.ndim != 2 && ids.ndim != 3)) {
+    fail("ids", "int16, int32, int64 or uint32 [num_ranks, rows, top_k] or [rows, top_k]",
+         ids.describe());
+  }
+  const auto last = static_cast<std::size_t>(ids.ndim - 1);
+  if (ids.shape[last] > 1 && ids.strides[last] != 1) {
+    fail("ids", "contiguous rows", "strides that skip within a row");
+  }
+  if (out.dtype != ids.dtype || out.ndim != ids.ndim || out.shape != ids.shape ||
+      (out.shape[last] > 1 && out.strides[last] != 1)) {
+    fail("out", ids.describe() + " with contiguous rows", out.describe());
+  }
+  const std::int64_t num_sources = ids.ndim == 3 ? ids.shape[0] : 1;
+  const std::int64_t num_rows = ids.shape[last - 1];
+  if (counts.dtype != DType::kInt32 || counts.ndim != 1 || counts.shape[0] != num_sources ||
+      !counts.is_contiguous()) {
+    fail("counts", str("int32 [", num_sources, "]"), counts.describe());
+  }
+  const auto* values = static_cast<const std::int32_t*>(counts.data);
+  for (std::int64_t i = 0; i < num_sources; ++i) {
+    if (values[i] >= 0 && values[i] <= num_rows) continue;
+    fail("counts", str("values in [0, ", num_rows, "]"), str(values[i], " at ", i));
+  }
+  const bool fits = ids.dtype == DType::kInt16
+                        ? invalid_expert_id >= INT16_MIN && invalid_expert_id <= INT16_MAX
+                        : invalid_expert_id >= INT32_MIN && invalid_expert_id <= INT32_MAX;
+  if (!fits) {
+    fail("invalid_expert_id", str("a value that ", name_of(ids.dtype), " holds"),
+         str(invalid_expert_id));
+  }
+}
+
+}  // namespace fanfold::api

@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Checks an AllToAllConfig, fills in its defaults and encodes it for comparison.
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fanfold/all_to_all.h"
+
+namespace fanfold::api {
+
+/// A configuration whose optional fields are set, and why its strategy was picked.
+struct ResolvedConfig {
+  AllToAllConfig config;
+  std::string choice;
+};
+
+/// @throws InvalidArgument, Unsupported
+ResolvedConfig resolve(const AllToAllConfig& config, int num_ranks);
+
+/// Capability record of a resolved strategy.
+Capabilities capabilities_of(Strategy strategy);
+
+/// Field names and values that all ranks must share.
+std::vector<std::pair<std::string, std::string>> encode(const AllToAllConfig& config);
+
+/// @throws InvalidArgument  naming the first field that differs and both values. Symmetric: every
+///         rank compares all with rank 0 and throws the same.
+void compare_encoded(const std::vector<std::string>& by_rank, const std::string& what);
+
+/// One string from `encode`'s pairs.
+std::string flatten(const std::vector<std::pair<std::string, std::string>>& fields);
+
+}  // namespace fanfold::api

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <vector>
+
+#include "cpu/backend.h"
+
+namespace fanfold::cpu {
+namespace {
+
+/// Finds the row of each distinct expert of a token, k ascending, on the rank that hosts it.
+class OriginRows {
+ public:
+  OriginRows(const exec::SumRowsParams& params, int num_ranks)
+      : params_(params), picked_(static_cast<std::size_t>(num_ranks), 0) {}
+
+  void collect(std::int64_t token, std::int64_t row_bytes, std::vector<const void*>& rows,
+               std::vector<float>& weights) {
+    const plan::SendPlan& plan = *params_.plan;
+    const std::int32_t* ids = plan.ids_of(token);
+    const float* gates = params_.topk_weights + token * params_.weights_stride;
+    std::fill(picked_.begin(), picked_.end(), 0);
+    for (int k = 0; k < plan.top_k; ++k) {
+      if (ids[k] < 0 || plan::is_repeat(ids, k)) continue;
+      const std::int32_t rank = params_.origin_map->rank_of[static_cast<std::size_t>(ids[k])];
+      if (!(*params_.active)[static_cast<std::size_t>(rank)]) continue;
+      const std::int64_t row =
+          row_on(token, rank) * params_.rows_per_token + picked_[static_cast<std::size_t>(rank)]++;
+      rows.push_back(params_.sources[rank] + row * row_bytes);
+      weights.push_back(plan::merged_weight(ids, gates, k, plan.top_k));
+    }
+  }
+
+ private:
+  std::int64_t row_on(std::int64_t token, std::int32_t rank) const noexcept {
+    const plan::SendPlan& plan = *params_.plan;
+    std::int64_t at = plan.target_begin[static_cast<std::size_t>(token)];
+    while (plan.targets[static_cast<std::size_t>(at)].rank != rank) ++at;
+    return plan.targets[static_cast<std::size_t>(at)].row;
+  }
+
+  const exec::SumRowsParams& params_;
+  std::vector<std::int32_t> picked_;
+};
+
+}  // namespace
+
+void sum_rows(const exec::Context& context, const exec::SumRowsParams& params) {
+  const plan::SendPlan& plan = *params.plan;
+  const std::int64_t row_bytes = params.hidden * size_of(params.combine_dtype);
+  std::vector<const void*> rows;
+  std::vector<float> weights;
+  rows.reserve(static_cast<std::size_t>(plan.top_k + context.num_ranks));
+  OriginRows origin(params, context.num_ranks);
+  for (std::int64_t token = 0; token < plan.num_tokens; ++token) {
+    rows.clear();
+    weights.clear();
+    if (params.origin_map != nullptr) {
+      origin.collect(token, row_bytes, rows, weights);
+    } else {
+      for (std::int64_t i = plan.target_begin[static_cast<std::size_t>(token)];
+           i < plan.target_begin[static_cast<std::size_t>(token) + 1]; ++i) {
+        const plan::Target target = plan.targets[static_cast<std::size_t>(i)];
+        rows.push_back(params.sources[target.rank] + target.row * row_bytes);
+      }
+    }
+    context.kernels->sum_rows(params.out + token * params.out_stride_bytes, params.out_dtype,
+                              rows.data(), weights.empty() ? nullptr : weights.data(),
+                              static_cast<std::int64_t>(rows.size()), params.combine_dtype,
+                              params.hidden);
+  }
+  context.hook->step();
+}
+
+}  // namespace fanfold::cpu

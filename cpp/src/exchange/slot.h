@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// One of the `max_in_flight` rounds that may be open at once.
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "exec/params.h"
+#include "fanfold/received.h"
+#include "plan/expert_rows.h"
+#include "plan/send_plan.h"
+
+namespace fanfold {
+
+/// What Routing keeps: everything of a dispatch but its payloads.
+struct Routing::Data {
+  std::uint64_t id = 0;             // the epoch of the dispatch that made it; equal on all ranks
+  std::uint64_t config_digest = 0;  // of the AllToAll that made it
+  std::uint32_t mask_digest = 0;
+  std::int64_t round_max_tokens = 0;
+  bool has_ids = false;
+  bool has_weights = false;
+  std::int32_t invalid_expert_id = -1;
+  plan::SendPlan plan;
+  std::vector<float> token_weights;         // [T, K] of this rank's tokens (weighting origin)
+  std::vector<std::int32_t> rank_counts;    // [R]
+  std::vector<std::int32_t> token_counts;   // [R]
+  std::vector<std::int32_t> topk_ids;       // [R, m, K], or [sum of T, K] gathered
+  std::vector<float> topk_weights;          // likewise
+  std::vector<std::int32_t> source_token;   // [R, m]
+  std::vector<std::int32_t> rows_matrix;    // broadcast: [source, destination] rows
+  std::vector<std::int32_t> gathered_rows;  // gathered: the rows routed here
+};
+
+}  // namespace fanfold
+
+namespace fanfold::exchange {
+
+/// Where a slot's round stands on this rank.
+enum class SlotState {
+  kFree,         // no round, or it ended by a combine
+  kSent,         // dispatch_send done
+  kReceived,     // dispatch_recv done: the experts' turn
+  kCombineSent,  // combine_send done
+  kReleased,     // ended by release; peers may still hold it
+};
+
+const char* name_of(SlotState state) noexcept;
+
+/// Shape and place of one payload.
+struct PayloadSpec {
+  DType dtype = DType::kUInt8;
+  int ndim = 0;  // of the tensor given, rows included
+  std::array<std::int64_t, TensorView::kMaxDims> shape{};
+  std::int64_t row_bytes = 0;
+  std::int64_t stride_bytes = 0;     // row_bytes plus the test guard
+  std::int64_t region_offset = 0;    // of the rows as peers push them, from the slot base
+  std::int64_t local_offset = 0;     // of the rows in private memory (expert_major, gathered)
+  std::int64_t gathered_offset = 0;  // broadcast: of every token's rows, in private memory
+};
+
+/// State of one slot. Everything a round needs is here, and it is re-used without allocation.
+struct Slot {
+  int index = 0;
+  SlotState state = SlotState::kFree;
+  std::int64_t round = -1;
+  std::uint32_t generation = 0;
+  std::uint64_t epoch = 0;
+  std::uint32_t num_combines = 0;  // of this round so far
+  bool keeps_open = false;         // the combine under way does not end the round
+  std::int64_t hidden = 0;         // of the combine under way
+  exec::FlagFields sent;           // the dispatch flag of this rank
+
+  std::int64_t round_max_tokens = 0;  // m
+  std::int64_t num_gathered = 0;      // sum of T (gathered)
+  bool has_ids = false;
+  bool has_weights = false;
+  std::int32_t invalid_expert_id = -1;
+  plan::SendPlan own_plan;
+  std::shared_ptr<const Routing::Data> routing;  // set when this round re-uses one
+  std::vector<float> token_weights;              // [T, K] (weighting origin)
+  std::vector<exec::PayloadRows> payload_rows;
+  std::vector<PayloadSpec> payloads;
+  std::vector<std::int32_t> token_counts;   // [R]
+  std::vector<std::int32_t> rows_matrix;    // broadcast: [source, destination] rows
+  std::vector<std::int32_t> gathered_rows;  // gathered: the rows routed here
+  plan::ExpertRows expert_rows;
+  bool has_expert_counts = false;
+  bool has_source_rows = false;
+
+  const plan::SendPlan& plan() const noexcept { return routing ? routing->plan : own_plan; }
+  const float* weights_of_tokens() const noexcept {
+    return routing ? routing->token_weights.data() : token_weights.data();
+  }
+  bool is_open() const noexcept {
+    return state != SlotState::kFree && state != SlotState::kReleased;
+  }
+  /// The epoch of the combine flags of the current combine. The count lies above all epochs, so
+  /// that a second combine of a round never looks like the first.
+  std::uint64_t combine_epoch() const noexcept {
+    return epoch + (std::uint64_t{num_combines} << 48);
+  }
+};
+
+}  // namespace fanfold::exchange

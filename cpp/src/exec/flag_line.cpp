@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "exec/flag_line.h"
+
+#include "base/format.h"
+
+namespace fanfold::exec {
+namespace {
+
+constexpr std::uint64_t pack(std::uint32_t low, std::uint32_t high) noexcept {
+  return low | (std::uint64_t{high} << 32);
+}
+constexpr std::uint32_t low(std::uint64_t word) noexcept {
+  return static_cast<std::uint32_t>(word);
+}
+constexpr std::uint32_t high(std::uint64_t word) noexcept {
+  return static_cast<std::uint32_t>(word >> 32);
+}
+
+template <class Value>
+std::string differ(const char* what, int rank, const Value& mine, int peer, const Value& got) {
+  return base::str(what, ": rank ", rank, " has ", mine, ", rank ", peer, " has ", got);
+}
+
+}  // namespace
+
+const char* name_of(CallKind kind) noexcept {
+  switch (kind) {
+    case CallKind::kNone:
+      return "nothing";
+    case CallKind::kDispatch:
+      return "dispatch";
+    case CallKind::kDispatchRouted:
+      return "dispatch(routing=)";
+    case CallKind::kCombine:
+      return "combine";
+    case CallKind::kCombineKeep:
+      return "combine(release=False)";
+    case CallKind::kRelease:
+      return "release";
+    case CallKind::kAck:
+      return "acknowledgement";
+  }
+  return "unknown";
+}
+
+void publish(FlagLine& line, const FlagFields& fields) noexcept {
+  constexpr auto kRelaxed = std::memory_order_relaxed;
+  line.words[1].store(pack(fields.generation, static_cast<std::uint32_t>(fields.kind)), kRelaxed);
+  line.words[2].store(pack(fields.round_max_tokens, fields.num_tokens), kRelaxed);
+  line.words[3].store(pack(fields.num_rows, fields.num_payloads), kRelaxed);
+  line.words[4].store(fields.digest, kRelaxed);
+  line.words[5].store(pack(fields.placement_version, fields.mask_digest), kRelaxed);
+  line.words[6].store(fields.routing, kRelaxed);
+  line.words[0].store(fields.epoch, std::memory_order_release);
+}
+
+FlagFields read(const FlagLine& line) noexcept {
+  std::uint64_t words[8];
+  for (int i = 0; i < 7; ++i) words[i] = line.words[i].load(std::memory_order_relaxed);
+  FlagFields fields;
+  fields.epoch = words[0];
+  fields.generation = low(words[1]);
+  fields.kind = static_cast<CallKind>(high(words[1]));
+  fields.round_max_tokens = low(words[2]);
+  fields.num_tokens = high(words[2]);
+  fields.num_rows = low(words[3]);
+  fields.num_payloads = high(words[3]);
+  fields.digest = words[4];
+  fields.placement_version = low(words[5]);
+  fields.mask_digest = high(words[5]);
+  fields.routing = words[6];
+  return fields;
+}
+
+std::string difference(const FlagFields& mine, int rank, const FlagFields& got, int peer) {
+  if (got.kind != mine.kind) {
+    return differ<std::string>("call", rank, name_of(mine.kind), peer, name_of(got.kind));
+  }
+  if (got.generation != mine.generation) {
+    return differ("generation", rank, mine.generation, peer, got.generation);
+  }
+  if (got.round_max_tokens != mine.round_max_tokens) {
+    return differ("round_max_tokens", rank, mine.round_max_tokens, peer, got.round_max_tokens);
+  }
+  if (got.placement_version != mine.placement_version) {
+    return differ("placement version", rank, mine.placement_version, peer, got.placement_version);
+  }
+  if (got.mask_digest != mine.mask_digest) {
+    return differ("digest of the active mask", rank, mine.mask_digest, peer, got.mask_digest);
+  }
+  if (got.num_payloads != mine.num_payloads) {
+    const bool combine = mine.kind == CallKind::kCombine || mine.kind == CallKind::kCombineKeep;
+    return differ(combine ? "hidden of the combine" : "number of payloads", rank, mine.num_payloads,
+                  peer, got.num_payloads);
+  }
+  if (got.routing != mine.routing) {
+    return differ("routing that is re-used", rank, mine.routing, peer, got.routing);
+  }
+  if (got.digest != mine.digest) {
+    return differ("digest of the payload set (row bytes, dtypes, weights)", rank, mine.digest, peer,
+                  got.digest);
+  }
+  return {};
+}
+
+}  // namespace fanfold::exec

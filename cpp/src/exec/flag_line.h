@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The 64-byte line by which one rank tells another that a phase of a round is complete.
+//
+// One line per (slot, phase, source, destination), in the destination's window, written by the
+// source only. The words are stored in any order, the epoch last with release; the destination
+// reads the epoch with acquire and then the rest. A line is overwritten only after its reader has
+// read it:
+//   dispatch(n + F) follows my combine flag of n, which I publish after I have read dispatch(n);
+//   combine(n + F) follows my dispatch flag of n + F, which I publish after I have read combine(n).
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+#include "base/byte_math.h"
+
+namespace fanfold::exec {
+
+/// What the sender of a flag is doing.
+enum class CallKind : std::uint32_t {
+  kNone,
+  kDispatch,        // new routing
+  kDispatchRouted,  // payloads along an earlier routing
+  kCombine,         // ends the round
+  kCombineKeep,     // the round stays open
+  kRelease,         // an empty combine
+  kAck,             // has pulled the rows of a kCombineKeep
+};
+
+const char* name_of(CallKind kind) noexcept;
+
+/// Contents of a line. All but `epoch` and the two counts must be equal on both sides.
+struct FlagFields {
+  std::uint64_t epoch = 0;
+  std::uint32_t generation = 0;
+  CallKind kind = CallKind::kNone;
+  std::uint32_t round_max_tokens = 0;   // m
+  std::uint32_t num_tokens = 0;         // T of the sender
+  std::uint32_t num_rows = 0;           // rows for the reader
+  std::uint32_t num_payloads = 0;       // or the hidden size of a combine
+  std::uint64_t digest = 0;             // of the payload set, or of the combine's row type
+  std::uint32_t placement_version = 0;  // of the sender's placement
+  std::uint32_t mask_digest = 0;        // of the sender's active mask
+  std::uint64_t routing = 0;            // identity of the routing that is re-used
+};
+
+struct alignas(base::kCacheLine) FlagLine {
+  std::atomic<std::uint64_t> words[8];
+};
+
+/// Stores `fields`; the epoch with release, paired with the acquire in `has_arrived`.
+void publish(FlagLine& line, const FlagFields& fields) noexcept;
+
+/// Whether the flag of `epoch` is there.
+inline bool has_arrived(const FlagLine& line, std::uint64_t epoch) noexcept {
+  return line.words[0].load(std::memory_order_acquire) == epoch;
+}
+
+/// The contents, after `has_arrived`.
+FlagFields read(const FlagLine& line) noexcept;
+
+/// Empty when `got` of rank `peer` agrees with `mine`, else a sentence naming both ranks and
+/// values.
+std::string difference(const FlagFields& mine, int rank, const FlagFields& got, int peer);
+
+}  // namespace fanfold::exec
