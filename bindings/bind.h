@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The parts of the extension module, one per public header.
+
+#include <nanobind/nanobind.h>
+
+namespace fanfold::python {
+
+void bind_errors(nanobind::module_& m);
+void bind_communicator(nanobind::module_& m);
+void bind_allocator(nanobind::module_& m);
+void bind_received(nanobind::module_& m);
+void bind_all_to_all(nanobind::module_& m);
+
+}  // namespace fanfold::python

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Tensors and time-outs between Python and the library.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "fanfold/tensor_view.h"
+
+namespace fanfold::python {
+
+namespace nb = nanobind;
+
+/// Which library's tensors to hand out.
+enum class Framework : std::uint8_t { kDlpack, kNumpy, kTorch };
+
+Framework framework_of(nb::handle tensor);
+
+/// Views of the tensors of one call. Keeps what the slow path borrowed alive while it lives; made
+/// and destroyed with the GIL held.
+class Arguments {
+ public:
+  /// The tensor `value`, any DLPack producer; an empty view for None.
+  /// @throws InvalidArgument  not a tensor, or a dtype that the library does not know.
+  TensorView view(nb::handle value, const char* name);
+  /// A sequence of tensors.
+  std::vector<TensorView> views(nb::handle values, const char* name);
+
+ private:
+  std::vector<nb::ndarray<nb::ro>> kept_;
+};
+
+/// A tensor of `framework` over `view`; `owner` keeps its memory alive. None for an empty view.
+nb::object make_tensor(const TensorView& view, Framework framework,
+                       std::shared_ptr<const void> owner);
+
+/// A new contiguous tensor; `view` becomes its view.
+nb::object new_tensor(DType dtype, const std::vector<std::int64_t>& shape, Framework framework,
+                      TensorView& view);
+
+/// Tensor objects over memory of one AllToAll, made once: making one costs microseconds.
+class TensorCache {
+ public:
+  nb::object get(const TensorView& view, Framework framework,
+                 const std::shared_ptr<const void>& owner);
+  void clear() { entries_.clear(); }
+
+ private:
+  static constexpr std::size_t kMaxEntries = 512;
+  struct Entry {
+    TensorView view;
+    Framework framework;
+    nb::object tensor;
+  };
+  std::unordered_multimap<const void*, Entry> entries_;
+};
+
+/// A dtype as torch, NumPy or a name gives it: torch.bfloat16, numpy.float32, "float16".
+DType to_dtype(nb::handle dtype);
+
+/// Seconds as Python gives them.
+std::optional<std::chrono::nanoseconds> to_timeout(std::optional<double> seconds);
+
+/// A shape or count list for messages and results.
+std::vector<std::int64_t> shape_of(const TensorView& view);
+
+}  // namespace fanfold::python

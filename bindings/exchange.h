@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// What Python holds: an AllToAll or a Received with the tensors that were made over its memory.
+
+#include <memory>
+
+#include "convert.h"
+#include "fanfold/all_to_all.h"
+
+namespace fanfold::python {
+
+/// An AllToAll and its tensor objects.
+struct BoundAllToAll {
+  BoundAllToAll(Communicator& communicator, const AllToAllConfig& config, Allocator* allocator)
+      : core(communicator, config, allocator), memory(core.memory()) {}
+
+  nb::object tensor(const TensorView& view, Framework framework) {
+    return cache.get(view, framework, memory);
+  }
+
+  AllToAll core;
+  std::shared_ptr<const void> memory;
+  TensorCache cache;
+  Framework framework = Framework::kDlpack;  // of the last dispatch's payloads
+};
+
+/// A Received, the AllToAll it came from, and whose tensors its payloads were.
+struct BoundReceived {
+  Received core;
+  nb::object all_to_all;  // a BoundAllToAll
+  Framework framework;
+  nb::object payloads;  // list, made on first use
+
+  BoundAllToAll& owner() const { return *nb::inst_ptr<BoundAllToAll>(all_to_all); }
+  nb::object tensor(const TensorView& view) const { return owner().tensor(view, framework); }
+};
+
+/// Combine as both AllToAll and Received offer it; returns `out`.
+nb::object combine(BoundAllToAll& self, const Round& round, nb::handle y, nb::handle out,
+                   nb::handle topk_weights, bool release, std::optional<double> timeout_s);
+
+/// A call on CPU tensors needs no stream.
+void check_stream(nb::handle stream);
+
+}  // namespace fanfold::python

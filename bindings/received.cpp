@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fanfold/received.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "bind.h"
+#include "exchange.h"
+#include "fanfold/error.h"
+
+namespace fanfold::python {
+namespace {
+
+using namespace nanobind::literals;
+
+nb::object payloads_of(BoundReceived& self) {
+  const std::vector<TensorView>& views = self.core.payloads();  // throws once the round ended
+  if (self.payloads.is_valid()) return self.payloads;
+  nb::list list;
+  for (const TensorView& view : views) list.append(self.tensor(view));
+  self.payloads = list;
+  return self.payloads;
+}
+
+void release_round(BoundReceived& self) {
+  const nb::gil_scoped_release released;
+  self.owner().core.release(self.core.handle());
+}
+
+void leave(BoundReceived& self, nb::handle error) {
+  if (!self.core.is_open()) return;
+  if (error.is_none()) {
+    release_round(self);
+  } else {
+    self.owner().core.abort("an exception left the round's with block");
+  }
+}
+
+void bind_views(nb::class_<BoundReceived>& c) {
+  c.def_prop_ro("payloads", &payloads_of, nb::sig("def payloads(self) -> list[typing.Any]"),
+                "Received rows per payload: rank_major [R, m, ...], gathered [sum of T, ...],\n"
+                "expert_major [L, R*m, ...]; views, valid until the combine is called.")
+      .def_prop_ro(
+          "rank_counts", [](BoundReceived& self) { return self.tensor(self.core.rank_counts()); },
+          nb::sig("def rank_counts(self) -> typing.Any"), "[R] int32: rows from each rank.")
+      .def_prop_ro(
+          "expert_counts",
+          [](BoundReceived& self) { return self.tensor(self.core.expert_counts()); },
+          nb::sig("def expert_counts(self) -> typing.Any"),
+          "[L] int32: (token, local expert) pairs; -1 when no ids were given.")
+      .def_prop_ro(
+          "offsets", [](BoundReceived& self) { return self.tensor(self.core.offsets()); },
+          nb::sig("def offsets(self) -> typing.Any"),
+          "[L+1] int32: exclusive sums of expert_counts.")
+      .def_prop_ro(
+          "num_rows", [](BoundReceived& self) { return self.tensor(self.core.num_rows()); },
+          nb::sig("def num_rows(self) -> typing.Any"), "[1] int32: rows received.")
+      .def_prop_ro(
+          "topk_ids", [](BoundReceived& self) { return self.tensor(self.core.topk_ids()); },
+          nb::sig("def topk_ids(self) -> typing.Any"),
+          "[R, m, K] or [sum of T, K] int32 global ids as sent, invalid_expert_id in rows without\n"
+          "a token; None for expert_major or when no ids were given.")
+      .def_prop_ro(
+          "topk_weights", [](BoundReceived& self) { return self.tensor(self.core.topk_weights()); },
+          nb::sig("def topk_weights(self) -> typing.Any"),
+          "[R, m, K], [sum of T, K] or [L, R*m] float32; None when no weights were given.")
+      .def_prop_ro(
+          "source_rank", [](BoundReceived& self) { return self.tensor(self.core.source_rank()); },
+          nb::sig("def source_rank(self) -> typing.Any"), "Per row int32, -1 in padding.")
+      .def_prop_ro(
+          "source_token", [](BoundReceived& self) { return self.tensor(self.core.source_token()); },
+          nb::sig("def source_token(self) -> typing.Any"), "Per row int32, -1 in padding.");
+}
+
+}  // namespace
+
+void bind_received(nb::module_& m) {
+  nb::class_<Round>(m, "Round", "One dispatch that waits for its combine.")
+      .def_ro("number", &Round::number, "Counts the rounds of one AllToAll from 0.")
+      .def_ro("generation", &Round::generation)
+      .def("__repr__", [](const Round& self) { return self.describe("AllToAll"); });
+
+  nb::class_<Routing>(m, "Routing",
+                      "Counts and indices of one dispatch in memory of their own; give it to\n"
+                      "dispatch(routing=...) to send new payloads along the same rows.")
+      .def_prop_ro("num_tokens", &Routing::num_tokens)
+      .def_prop_ro("round_max_tokens", &Routing::round_max_tokens)
+      .def_prop_ro("rank_counts", &Routing::rank_counts);
+
+  nb::class_<HostCounts>(m, "HostCounts", "Host copies of the counts.")
+      .def_ro("rank_counts", &HostCounts::rank_counts)
+      .def_ro("expert_counts", &HostCounts::expert_counts)
+      .def_ro("num_rows", &HostCounts::num_rows);
+
+  nb::class_<BoundReceived> c(m, "Received",
+                              "What one dispatch received. Valid until its combine or release is\n"
+                              "called; afterwards every attribute raises InvalidState.");
+  bind_views(c);
+  c.def_prop_ro("handle", [](const BoundReceived& self) { return self.core.handle(); })
+      .def_prop_ro("routing", [](const BoundReceived& self) { return self.core.routing(); })
+      .def_prop_ro("is_open", [](const BoundReceived& self) { return self.core.is_open(); })
+      .def_prop_ro("round_max_tokens",
+                   [](const BoundReceived& self) { return self.core.round_max_tokens(); })
+      .def(
+          "host_counts", [](const BoundReceived& self) { return self.core.host_counts(); },
+          "Counts as Python lists. On the CPU it does not wait.")
+      .def(
+          "combine_buffer",
+          [](BoundReceived& self, std::optional<std::int64_t> hidden, nb::object dtype) {
+            return self.all_to_all.attr("combine_buffer")(self.core.handle(), hidden, dtype);
+          },
+          "hidden"_a = nb::none(), "dtype"_a = nb::none(),
+          nb::sig("def combine_buffer(self, hidden: int | None = None, dtype: object = None) -> "
+                  "typing.Any"),
+          "Where the experts may write so that combine copies nothing; see AllToAll.")
+      .def(
+          "combine",
+          [](BoundReceived& self, nb::handle y, nb::handle out, nb::handle topk_weights,
+             bool release, std::optional<double> timeout_s, nb::handle stream) {
+            check_stream(stream);
+            return combine(self.owner(), self.core.handle(), y, out, topk_weights, release,
+                           timeout_s);
+          },
+          "y"_a, "out"_a = nb::none(), "topk_weights"_a = nb::none(), nb::kw_only(),
+          "release"_a = true, "timeout_s"_a = nb::none(), "stream"_a = nb::none(),
+          nb::sig("def combine(self, y: object, out: typing.Any = None, topk_weights: object = "
+                  "None, *, release: bool = True, timeout_s: float | None = None, stream: object "
+                  "= None) -> typing.Any"),
+          "Adds each token's rows; see AllToAll.combine.")
+      .def("release", &release_round, "Ends the round without a combine.")
+      .def("__enter__", [](nb::object self) { return self; })
+      .def("__exit__", [](BoundReceived& self, nb::args args) { leave(self, args[0]); });
+}
+
+}  // namespace fanfold::python
