@@ -18,15 +18,16 @@ using Seconds = std::optional<double>;
 using nogil = nb::gil_scoped_release;
 using Counts = std::optional<std::vector<std::int64_t>>;
 
-DispatchInputs to_inputs(Arguments& args, nb::handle topk_ids, nb::handle payloads,
-                         nb::handle topk_weights, std::optional<std::int64_t> round_max_tokens,
-                         const Routing* routing, const Counts& num_tokens_per_rank,
-                         nb::handle num_tokens, std::optional<std::int64_t> invalid_expert_id,
-                         Seconds timeout_s, nb::handle stream) {
+DispatchInputs to_inputs(Arguments& args, Framework& framework, nb::handle topk_ids,
+                         nb::handle payloads, nb::handle topk_weights,
+                         std::optional<std::int64_t> round_max_tokens, const Routing* routing,
+                         const Counts& num_tokens_per_rank, nb::handle num_tokens,
+                         std::optional<std::int64_t> invalid_expert_id, Seconds timeout_s,
+                         nb::handle stream) {
   check_stream(stream);
   DispatchInputs inputs;
   inputs.topk_ids = args.view(topk_ids, "topk_ids");
-  inputs.payloads = args.views(payloads, "payloads");
+  inputs.payloads = args.views(payloads, "payloads", framework);
   inputs.topk_weights = args.view(topk_weights, "topk_weights");
   inputs.round_max_tokens = round_max_tokens;
   if (routing != nullptr) inputs.routing = *routing;
@@ -35,11 +36,6 @@ DispatchInputs to_inputs(Arguments& args, nb::handle topk_ids, nb::handle payloa
   inputs.invalid_expert_id = invalid_expert_id;
   inputs.timeout = to_timeout(timeout_s);
   return inputs;
-}
-
-Framework framework_of_first(nb::handle payloads) {
-  const nb::sequence all = nb::borrow<nb::sequence>(payloads);
-  return nb::len(all) == 0 ? Framework::kDlpack : framework_of(all[0]);
 }
 
 nb::object wrap(nb::handle self, Received received, Framework framework) {
@@ -51,32 +47,30 @@ nb::object dispatch(nb::handle self, nb::handle topk_ids, nb::handle payloads,
                     const Routing* routing, const Counts& num_tokens_per_rank,
                     nb::handle num_tokens, std::optional<std::int64_t> invalid_expert_id,
                     Seconds timeout_s, nb::handle stream) {
-  Arguments args;
   auto& bound = *nb::inst_ptr<BoundAllToAll>(self);
+  Arguments args(bound.types);
   const DispatchInputs inputs =
-      to_inputs(args, topk_ids, payloads, topk_weights, round_max_tokens, routing,
+      to_inputs(args, bound.framework, topk_ids, payloads, topk_weights, round_max_tokens, routing,
                 num_tokens_per_rank, num_tokens, invalid_expert_id, timeout_s, stream);
   Received received;
   {
     const nogil released;
     received = bound.core.dispatch(inputs);
   }
-  bound.framework = framework_of_first(payloads);
   return wrap(self, std::move(received), bound.framework);
 }
 
-Round dispatch_send(BoundAllToAll& self, nb::handle topk_ids, nb::handle payloads,
+Round dispatch_send(BoundAllToAll& bound, nb::handle topk_ids, nb::handle payloads,
                     nb::handle topk_weights, std::optional<std::int64_t> round_max_tokens,
                     const Routing* routing, const Counts& num_tokens_per_rank,
                     nb::handle num_tokens, std::optional<std::int64_t> invalid_expert_id,
                     Seconds timeout_s, nb::handle stream) {
-  Arguments args;
+  Arguments args(bound.types);
   const DispatchInputs inputs =
-      to_inputs(args, topk_ids, payloads, topk_weights, round_max_tokens, routing,
+      to_inputs(args, bound.framework, topk_ids, payloads, topk_weights, round_max_tokens, routing,
                 num_tokens_per_rank, num_tokens, invalid_expert_id, timeout_s, stream);
-  self.framework = framework_of_first(payloads);
   const nogil released;
-  return self.core.dispatch_send(inputs);
+  return bound.core.dispatch_send(inputs);
 }
 
 nb::object dispatch_recv(nb::handle self, const Round& handle, Seconds timeout_s) {
@@ -97,7 +91,7 @@ nb::object combine_buffer(BoundAllToAll& self, const Round& handle,
 }
 
 void combine_send(BoundAllToAll& self, nb::handle y, const Round& handle, bool release) {
-  Arguments args;
+  Arguments args(self.types);
   CombineInputs inputs;
   inputs.y = args.view(y, "y");
   inputs.release = release;
@@ -118,7 +112,7 @@ nb::object out_tensor(BoundAllToAll& self, nb::handle out, std::int64_t num_toke
 
 nb::object combine_recv(BoundAllToAll& self, const Round& handle, nb::handle out,
                         nb::handle topk_weights, Seconds timeout_s) {
-  Arguments args;
+  Arguments args(self.types);
   CombineInputs inputs;
   const auto [num_tokens, hidden] = self.core.out_shape(handle);
   const nb::object result = out_tensor(self, out, num_tokens, hidden, args, inputs);
@@ -171,15 +165,15 @@ AllToAllConfig make_config(const nb::dict& fields) {
   return config;
 }
 
-nb::object sanitize(const BoundAllToAll& self, nb::handle ids, nb::handle counts,
+nb::object sanitize(BoundAllToAll& self, nb::handle ids, nb::handle counts,
                     std::int64_t invalid_expert_id, const std::string& policy, nb::handle out) {
-  Arguments args;
+  Arguments args(self.types);
   const TensorView in = args.view(ids, "ids");
   const TensorView rows = args.view(counts, "counts");
   TensorView target;
   nb::object result = nb::borrow(out);
   if (out.is_none()) {
-    result = new_tensor(in.dtype, shape_of(in), framework_of(ids), target);
+    result = new_tensor(in.dtype, shape_of(in), args.framework_of(ids), target);
   } else {
     target = args.view(out, "out");
   }
@@ -429,7 +423,7 @@ void bind_records(nb::module_& m) {
 
 nb::object combine(BoundAllToAll& self, const Round& round, nb::handle y, nb::handle out,
                    nb::handle topk_weights, bool release, std::optional<double> timeout_s) {
-  Arguments args;
+  Arguments args(self.types);
   CombineInputs inputs;
   inputs.y = args.view(y, "y");
   const std::int64_t hidden =
@@ -461,13 +455,16 @@ void bind_all_to_all(nb::module_& m) {
         const nogil released;
         new (self) BoundAllToAll(communicator, made, allocator);
       },
-      "communicator"_a, "config"_a, "allocator"_a = nb::none());
+      "communicator"_a, "config"_a, "allocator"_a = nb::none(),
+      nb::sig("def __init__(self, communicator: Communicator, config: dict[str, typing.Any], "
+              "allocator: Allocator | None = None) -> None"));
   c.def_static(
-      "_required_bytes",
+      "required_bytes_of",
       [](int num_ranks, const nb::dict& config) {
         return AllToAll::required_bytes(num_ranks, make_config(config));
       },
-      "num_ranks"_a, "config"_a);
+      "num_ranks"_a, "config"_a,
+      nb::sig("def required_bytes_of(num_ranks: int, config: dict[str, typing.Any]) -> int"));
   bind_dispatch(c);
   bind_combine(c);
   bind_state(c);

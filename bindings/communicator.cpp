@@ -87,6 +87,9 @@ void bind_creation(nb::class_<Communicator>& c) {
           "MASTER_PORT (only part of a name; no port is opened), TORCHELASTIC_RUN_ID.")
       .def_static("from_callbacks", &from_callbacks, nb::kw_only(), "rank"_a, "num_ranks"_a,
                   "all_gather"_a, "barrier"_a, "timeout_s"_a = kDefaultSeconds,
+                  nb::sig("def from_callbacks(*, rank: int, num_ranks: int, all_gather: "
+                          "typing.Callable[[bytes], typing.Sequence[bytes]], barrier: "
+                          "typing.Callable[[], object], timeout_s: float = 60.0) -> Communicator"),
                   "`processes`, bootstrapped through the caller's own collectives.\n\n"
                   "Args:\n    all_gather: takes bytes, returns every rank's bytes in rank order.\n"
                   "    barrier: returns when every rank has called it.\n"
@@ -243,12 +246,17 @@ void bind_communicator(nb::module_& m) {
           },
           nb::kw_only(), "timeout_s"_a = nb::none(),
           "Leaves the group: waits until every rank has closed or has left. Idempotent.")
-      .def("__enter__", [](nb::object self) { return self; })
-      .def("__exit__", [](Communicator& self, nb::args args) {
-        const bool failed = !args[0].is_none();
-        const nogil released;
-        if (!failed) self.close();
-      });
+      .def(
+          "__enter__", [](nb::object self) { return self; },
+          nb::sig("def __enter__(self) -> Communicator"))
+      .def(
+          "__exit__",
+          [](Communicator& self, nb::args args) {
+            const bool failed = !args[0].is_none();
+            const nogil released;
+            if (!failed) self.close();
+          },
+          nb::sig("def __exit__(self, *args: object) -> None"));
 }
 
 }  // namespace fanfold::python

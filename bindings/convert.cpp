@@ -10,7 +10,6 @@
 #include "fanfold/error.h"
 
 namespace fanfold::python {
-namespace {
 
 // DLPack's C exchange API (dlpack.h 1.3, DLPackExchangeAPI): a producer's type carries a capsule
 // with functions that fill a DLTensor without allocating. It saves two microseconds per tensor.
@@ -25,10 +24,11 @@ struct ExchangeApi {
   void* current_work_stream;
 };
 
+namespace {
+
 /// Null when the type has none that we can use.
-const ExchangeApi* exchange_api_of(nb::handle tensor) {
-  PyObject* capsule = PyObject_GetAttrString(reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr())),
-                                             "__dlpack_c_exchange_api__");
+const ExchangeApi* exchange_api_of(nb::handle type) {
+  PyObject* capsule = PyObject_GetAttrString(type.ptr(), "__dlpack_c_exchange_api__");
   if (capsule == nullptr) {
     PyErr_Clear();
     return nullptr;
@@ -177,6 +177,10 @@ nb::object cast_as(const TensorView& view, Framework framework, nb::handle owner
   return cast_tensor<nb::ro>(view, owner);
 }
 
+std::string name_of_type(nb::handle value) {
+  return nb::cast<std::string>(nb::type_name(value.type()));
+}
+
 bool same(const TensorView& a, const TensorView& b) noexcept {
   if (a.data != b.data || a.dtype != b.dtype || a.ndim != b.ndim) return false;
   for (std::size_t i = 0; i < static_cast<std::size_t>(a.ndim); ++i) {
@@ -187,33 +191,30 @@ bool same(const TensorView& a, const TensorView& b) noexcept {
 
 }  // namespace
 
-Framework framework_of(nb::handle tensor) {
-  // torch and its subclasses (Parameter) live in modules called torch…
-  const char* name = Py_TYPE(tensor.ptr())->tp_name;
-  if (std::strcmp(name, "numpy.ndarray") == 0) return Framework::kNumpy;
-  if (std::strcmp(name, "Tensor") != 0 && std::strcmp(name, "Parameter") != 0) {
-    return Framework::kDlpack;
-  }
-  const nb::object module = nb::getattr(
-      nb::handle(reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr()))), "__module__", nb::none());
-  const bool torch = nb::isinstance<nb::str>(module) &&
-                     std::strncmp(nb::cast<nb::str>(module).c_str(), "torch", 5) == 0;
-  return torch ? Framework::kTorch : Framework::kDlpack;
+const TensorType& TensorTypeCache::of(nb::handle tensor) {
+  const nb::handle type = tensor.type();
+  if (last_.type.is(type)) return last_;
+  last_.type = nb::borrow(type);
+  last_.api = exchange_api_of(type);
+  const std::string name = name_of_type(tensor);
+  last_.framework = Framework::kDlpack;
+  if (name.rfind("torch.", 0) == 0) last_.framework = Framework::kTorch;
+  if (name == "numpy.ndarray") last_.framework = Framework::kNumpy;
+  return last_;
 }
 
 TensorView Arguments::view(nb::handle value, const char* name) {
   if (value.is_none()) return {};
-  if (const ExchangeApi* api = exchange_api_of(value)) {
-    nb::dlpack::dltensor tensor{};
+  nb::dlpack::dltensor tensor{};
+  if (const ExchangeApi* api = types_.of(value).api) {
     if (api->tensor_from_object(value.ptr(), &tensor) != 0) throw nb::python_error();
     return to_view(tensor, name);
   }
   nb::ndarray<nb::ro> array;
   if (!nb::try_cast<nb::ndarray<nb::ro>>(value, array, false)) {
     throw InvalidArgument(std::string(name) + ": expected a DLPack tensor, got " +
-                          Py_TYPE(value.ptr())->tp_name);
+                          name_of_type(value));
   }
-  nb::dlpack::dltensor tensor{};
   tensor.data = const_cast<void*>(array.data());
   tensor.device = {array.device_type(), array.device_id()};
   tensor.ndim = static_cast<std::int32_t>(array.ndim());
@@ -225,17 +226,23 @@ TensorView Arguments::view(nb::handle value, const char* name) {
   return view;
 }
 
-std::vector<TensorView> Arguments::views(nb::handle values, const char* name) {
-  if (!nb::isinstance<nb::sequence>(values) || nb::hasattr(values, "__dlpack__")) {
+std::vector<TensorView> Arguments::views(nb::handle values, const char* name,
+                                         Framework& framework) {
+  if (!nb::isinstance<nb::list>(values) && !nb::isinstance<nb::tuple>(values)) {
     throw InvalidArgument(std::string(name) + ": expected a list of tensors, got " +
-                          Py_TYPE(values.ptr())->tp_name);
+                          name_of_type(values));
   }
-  std::vector<TensorView> all;
-  std::size_t index = 0;
-  for (nb::handle value : nb::borrow<nb::sequence>(values)) {
-    const std::string entry = std::string(name) + "[" + std::to_string(index++) + "]";
-    if (value.is_none()) throw InvalidArgument(entry + ": expected a tensor, got None");
-    all.push_back(view(value, entry.c_str()));
+  const nb::sequence sequence = nb::borrow<nb::sequence>(values);
+  const std::size_t length = nb::len(sequence);
+  std::vector<TensorView> all(length);
+  for (std::size_t i = 0; i < length; ++i) {
+    const nb::object value = sequence[i];
+    if (value.is_none()) {
+      throw InvalidArgument(std::string(name) + ": expected tensors, got None at " +
+                            std::to_string(i));
+    }
+    if (i == 0) framework = framework_of(value);
+    all[i] = view(value, name);
   }
   return all;
 }

@@ -23,19 +23,42 @@ namespace nb = nanobind;
 /// Which library's tensors to hand out.
 enum class Framework : std::uint8_t { kDlpack, kNumpy, kTorch };
 
-Framework framework_of(nb::handle tensor);
+struct ExchangeApi;  // of DLPack; see convert.cpp
+
+/// What is known of a type of tensors. Looking it up costs as much as a small copy.
+struct TensorType {
+  nb::object type;  // keeps the pointers valid
+  Framework framework = Framework::kDlpack;
+  const ExchangeApi* api = nullptr;  // null: the type has none
+};
+
+/// The last type that was met; a program rarely uses two.
+class TensorTypeCache {
+ public:
+  const TensorType& of(nb::handle tensor);
+  void clear() { last_ = {}; }
+
+ private:
+  TensorType last_;
+};
 
 /// Views of the tensors of one call. Keeps what the slow path borrowed alive while it lives; made
 /// and destroyed with the GIL held.
 class Arguments {
  public:
+  Arguments() : types_(own_types_) {}
+  explicit Arguments(TensorTypeCache& types) : types_(types) {}
+
   /// The tensor `value`, any DLPack producer; an empty view for None.
   /// @throws InvalidArgument  not a tensor, or a dtype that the library does not know.
   TensorView view(nb::handle value, const char* name);
-  /// A sequence of tensors.
-  std::vector<TensorView> views(nb::handle values, const char* name);
+  /// A list or tuple of tensors; their framework is the first one's.
+  std::vector<TensorView> views(nb::handle values, const char* name, Framework& framework);
+  Framework framework_of(nb::handle tensor) { return types_.of(tensor).framework; }
 
  private:
+  TensorTypeCache own_types_;
+  TensorTypeCache& types_;
   std::vector<nb::ndarray<nb::ro>> kept_;
 };
 

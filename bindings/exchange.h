@@ -22,6 +22,7 @@ struct BoundAllToAll {
   AllToAll core;
   std::shared_ptr<const void> memory;
   TensorCache cache;
+  TensorTypeCache types;
   Framework framework = Framework::kDlpack;  // of the last dispatch's payloads
 };
 

@@ -129,8 +129,12 @@ void bind_received(nb::module_& m) {
                   "= None) -> typing.Any"),
           "Adds each token's rows; see AllToAll.combine.")
       .def("release", &release_round, "Ends the round without a combine.")
-      .def("__enter__", [](nb::object self) { return self; })
-      .def("__exit__", [](BoundReceived& self, nb::args args) { leave(self, args[0]); });
+      .def(
+          "__enter__", [](nb::object self) { return self; },
+          nb::sig("def __enter__(self) -> Received"))
+      .def(
+          "__exit__", [](BoundReceived& self, nb::args args) { leave(self, args[0]); },
+          nb::sig("def __exit__(self, *args: object) -> None"));
 }
 
 }  // namespace fanfold::python

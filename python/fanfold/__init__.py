@@ -5,25 +5,27 @@ from fanfold._core import (
     Allocator,
     AllocatorStats,
     Capabilities,
-    CapacityExceeded,
     Communicator,
-    Error,
     HostCounts,
-    InvalidArgument,
-    InvalidState,
     Metainfo,
-    PeerAborted,
-    PeerLost,
-    PeerTimeout,
     Received,
     Round,
     Routing,
     SymmetricMemory,
-    SystemFailure,
-    Unsupported,
     build_info,
 )
 from fanfold.all_to_all import AllToAll
+from fanfold.errors import (
+    CapacityExceeded,
+    Error,
+    InvalidArgument,
+    InvalidState,
+    PeerAborted,
+    PeerLost,
+    PeerTimeout,
+    SystemFailure,
+    Unsupported,
+)
 
 __all__ = [
     "AllToAll",

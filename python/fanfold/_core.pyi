@@ -5,16 +5,16 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fanfold import (
-    CapacityExceeded as CapacityExceeded,
-    Error as Error,
-    InvalidArgument as InvalidArgument,
-    InvalidState as InvalidState,
-    PeerAborted as PeerAborted,
-    PeerLost as PeerLost,
-    PeerTimeout as PeerTimeout,
-    SystemFailure as SystemFailure,
-    Unsupported as Unsupported
+from fanfold.errors import (
+    CapacityExceeded as _CapacityExceeded,
+    Error as _Error,
+    InvalidArgument as _InvalidArgument,
+    InvalidState as _InvalidState,
+    PeerAborted as _PeerAborted,
+    PeerLost as _PeerLost,
+    PeerTimeout as _PeerTimeout,
+    SystemFailure as _SystemFailure,
+    Unsupported as _Unsupported
 )
 
 
@@ -66,7 +66,7 @@ class Communicator:
         """
 
     @staticmethod
-    def from_callbacks(*, rank: int, num_ranks: int, all_gather: Callable, barrier: Callable, timeout_s: float = 60.0) -> Communicator:
+    def from_callbacks(*, rank: int, num_ranks: int, all_gather: Callable[[bytes], Sequence[bytes]], barrier: Callable[[], object], timeout_s: float = 60.0) -> Communicator:
         """
         `processes`, bootstrapped through the caller's own collectives.
 
@@ -148,9 +148,9 @@ class Communicator:
         Leaves the group: waits until every rank has closed or has left. Idempotent.
         """
 
-    def __enter__(self) -> object: ...
+    def __enter__(self) -> Communicator: ...
 
-    def __exit__(self, *args) -> None: ...
+    def __exit__(self, *args: object) -> None: ...
 
 class AllocatorStats:
     """What an allocator holds, in bytes of this rank's own windows."""
@@ -322,9 +322,9 @@ class Received:
     def release(self) -> None:
         """Ends the round without a combine."""
 
-    def __enter__(self) -> object: ...
+    def __enter__(self) -> Received: ...
 
-    def __exit__(self, *args) -> None: ...
+    def __exit__(self, *args: object) -> None: ...
 
 class Metainfo:
     """Names and values of an AllToAll's offset table."""
@@ -374,7 +374,10 @@ class Capabilities:
     def max_ranks(self) -> int: ...
 
 class AllToAll:
-    def __init__(self, communicator: Communicator, config: dict, allocator: Allocator | None = None) -> None: ...
+    def __init__(self, communicator: Communicator, config: dict[str, Any], allocator: Allocator | None = None) -> None: ...
+
+    @staticmethod
+    def required_bytes_of(num_ranks: int, config: dict[str, Any]) -> int: ...
 
     def dispatch(self, topk_ids: object, payloads: Sequence[Any], topk_weights: object = None, round_max_tokens: int | None = None, routing: Routing | None = None, num_tokens_per_rank: Sequence[int] | None = None, num_tokens: object = None, invalid_expert_id: int | None = None, timeout_s: float | None = None, stream: object = None) -> Received:
         """

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fanfold import _core
+from fanfold.errors import Unsupported
 
 
 def _config(
@@ -34,7 +35,7 @@ def _config(
     test_knobs: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     if device != "cpu":
-        raise _core.Unsupported(f"device: this build has only cpu, got {device!r}")
+        raise Unsupported(f"device: this build has only cpu, got {device!r}")
     config: dict[str, Any] = {
         "num_experts": num_experts,
         "top_k": top_k,
@@ -207,7 +208,7 @@ class AllToAll(_core.AllToAll):
             debug_poison=False,
             test_knobs=None,
         )
-        return _core.AllToAll._required_bytes(num_ranks, config)
+        return _core.AllToAll.required_bytes_of(num_ranks, config)
 
     def __enter__(self) -> AllToAll:
         return self

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from fanfold import _core
+from fanfold.errors import InvalidState
 
 
 def from_torch(group: Any = None, *, timeout_s: float = 60.0) -> _core.Communicator:
@@ -28,7 +29,7 @@ def from_torch(group: Any = None, *, timeout_s: float = 60.0) -> _core.Communica
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():
-        raise _core.InvalidState(
+        raise InvalidState(
             "from_torch: torch.distributed is not initialised; call init_process_group first"
         )
 

@@ -303,7 +303,7 @@ TensorView AllToAll::combine_buffer(const Round& round, std::optional<std::int64
   impl_->require_not_failed();
   const Slot& slot = impl_->slot_of(round, SlotState::kReceived, "combine_buffer");
   const AllToAllConfig& config = impl_->config();
-  const DType travels = *config.combine_dtype;
+  const DType travels = config.combine_dtype.value_or(config.dtype);
   const DType type = dtype.value_or(travels);
   const std::int64_t width = hidden.value_or(config.hidden);
   api::check_combine_row(*impl_->exchange_, width, type);
@@ -458,9 +458,10 @@ Feasibility AllToAll::feasible(std::int64_t round_max_tokens, std::int64_t row_b
     return {false, str("round_max_tokens: expected at most ", config.max_tokens_per_rank,
                        " (max_tokens_per_rank), got ", round_max_tokens)};
   }
-  if (row_bytes < 1 || row_bytes > *config.dispatch_row_bytes) {
-    return {false, str("row_bytes: expected 1 to ", *config.dispatch_row_bytes,
-                       " (dispatch_row_bytes), got ", row_bytes)};
+  const std::int64_t room = impl_->exchange_->workspace().dispatch_row_bytes;
+  if (row_bytes < 1 || row_bytes > room) {
+    return {false,
+            str("row_bytes: expected 1 to ", room, " (dispatch_row_bytes), got ", row_bytes)};
   }
   return {true, "fits"};
 }

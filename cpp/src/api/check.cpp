@@ -195,7 +195,7 @@ void check_combine_row(const exchange::Exchange& exchange, std::int64_t hidden, 
   if (!is_summable(dtype)) {
     fail("dtype of the combine", "float32, float16 or bfloat16", name_of(dtype));
   }
-  const DType travels = *exchange.config().combine_dtype;
+  const DType travels = exchange.combine_dtype();
   const std::int64_t bytes = hidden * std::max(size_of(dtype), size_of(travels));
   if (hidden < 1 || bytes > exchange.workspace().combine_row_bytes) {
     fail("hidden of the combine",
@@ -229,7 +229,7 @@ void check_results(exchange::Exchange& exchange, const exchange::Slot& slot,
     }
     fail("y", here + ", or memory outside this AllToAll", got);
   }
-  const DType travels = *exchange.config().combine_dtype;
+  const DType travels = exchange.combine_dtype();
   if (exchange.config().layout == Layout::kRankMajor && y.dtype != travels) {
     fail("y", str(name_of(travels), " (combine_dtype) in ", here), y.describe());
   }

@@ -146,7 +146,7 @@ std::vector<std::pair<std::string, std::string>> encode(const AllToAllConfig& co
 
 std::string flatten(const std::vector<std::pair<std::string, std::string>>& fields) {
   std::string text;
-  for (const auto& [name, value] : fields) text += name + '=' + value + '\n';
+  for (const auto& [name, value] : fields) text += str(name, '=', value, '\n');
   return text;
 }
 

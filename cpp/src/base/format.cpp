@@ -4,9 +4,10 @@
 namespace fanfold::base {
 
 std::string format_duration(std::int64_t ns) {
-  if (ns >= 1'000'000'000) return str(static_cast<double>(ns / 1'000'000) / 1e3, " s");
-  if (ns >= 1'000'000) return str(static_cast<double>(ns / 1'000) / 1e3, " ms");
-  return str(static_cast<double>(ns) / 1e3, " us");
+  const auto exact = static_cast<double>(ns);
+  if (ns >= 1'000'000'000) return str(exact / 1e9, " s");
+  if (ns >= 1'000'000) return str(exact / 1e6, " ms");
+  return str(exact / 1e3, " us");
 }
 
 }  // namespace fanfold::base

@@ -57,7 +57,7 @@ class Broadcast final : public Exchange {
     return slot.routing ? slot.routing->rows_matrix : slot.rows_matrix;
   }
   std::int64_t rows_between(const Slot& slot, int source, int destination) const noexcept {
-    return matrix(slot)[static_cast<std::size_t>(source * num_ranks() + destination)];
+    return matrix(slot)[static_cast<std::size_t>(std::int64_t{source} * num_ranks() + destination)];
   }
 
   std::unique_ptr<comm::Channel> channel_;
@@ -86,7 +86,7 @@ void Broadcast::exchange_headers(Slot& slot, const DispatchCall& call) {
       call.deadline, "dispatch");
   std::string first_difference;
   for (int peer = 0; peer < num_ranks(); ++peer) {
-    const std::int64_t* theirs = values.data() + peer * 6;
+    const std::int64_t* theirs = values.data() + std::int64_t{peer} * 6;
     exec::FlagFields got = mine;
     got.kind = static_cast<exec::CallKind>(theirs[0]);
     got.round_max_tokens = static_cast<std::uint32_t>(theirs[1]);
@@ -287,7 +287,7 @@ void Broadcast::combine_recv(Slot& slot, const CombineCall& call) {
   const auto kind = static_cast<std::int64_t>(call.inputs->release);
   const auto values = channel_->all_gather_values({params.hidden, kind}, call.deadline, "combine");
   for (int peer = 0; peer < num_ranks(); ++peer) {
-    const std::int64_t* theirs = values.data() + peer * 2;
+    const std::int64_t* theirs = values.data() + std::int64_t{peer} * 2;
     if (theirs[0] == params.hidden && theirs[1] == kind) continue;
     const bool hidden = theirs[0] != params.hidden;
     throw InvalidArgument(

@@ -226,7 +226,7 @@ exec::CombineSendParams Exchange::combine_params(const Slot& slot,
   exec::CombineSendParams params{};
   params.y = static_cast<const std::byte*>(inputs.y.data);
   params.y_dtype = inputs.y.dtype;
-  params.combine_dtype = *setup_.config.combine_dtype;
+  params.combine_dtype = combine_dtype();
   params.hidden = inputs.y.shape[static_cast<std::size_t>(inputs.y.ndim - 1)];
   params.rank_counts = counts(slot);
   params.round_max_tokens = slot.round_max_tokens;
@@ -246,7 +246,7 @@ exec::CombineSendParams Exchange::combine_params(const Slot& slot,
 exec::SumRowsParams Exchange::sum_params(const Slot& slot, const CombineInputs& inputs) const {
   exec::SumRowsParams params{};
   params.plan = &slot.plan();
-  params.combine_dtype = *setup_.config.combine_dtype;
+  params.combine_dtype = combine_dtype();
   params.hidden = inputs.out.shape[1];
   params.rows_per_token = workspace_.rows_per_token;
   params.active = &active_;

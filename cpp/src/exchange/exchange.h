@@ -58,6 +58,10 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   Exchange& operator=(const Exchange&) = delete;
 
   const AllToAllConfig& config() const noexcept { return setup_.config; }
+  /// What rows travel home in.
+  DType combine_dtype() const noexcept {
+    return setup_.config.combine_dtype.value_or(setup_.config.dtype);
+  }
   const plan::ExpertMap& map() const noexcept { return setup_.map; }
   const plan::Workspace& workspace() const noexcept { return workspace_; }
   const std::string& what() const noexcept { return setup_.what; }

@@ -126,7 +126,8 @@ TensorView Exchange::offsets_view(Slot& slot) {
 }
 
 TensorView Exchange::num_rows_view(const Slot& slot) const {
-  std::int32_t* total = counts(slot) + num_ranks() + 2 * workspace_.max_local_experts + 1;
+  std::int32_t* total =
+      counts(slot) + num_ranks() + std::int64_t{2} * workspace_.max_local_experts + 1;
   *total = static_cast<std::int32_t>(num_rows(slot));
   return TensorView(total, DType::kInt32, {1});
 }

@@ -103,8 +103,8 @@ Workspace walk_workspace(const AllToAllConfig& config, int num_ranks, int max_lo
   w.top_k = config.top_k;
   w.max_tokens_per_rank = config.max_tokens_per_rank;
   w.max_in_flight = config.max_in_flight;
-  w.dispatch_row_bytes = *config.dispatch_row_bytes;
-  w.combine_row_bytes = *config.combine_row_bytes;
+  w.dispatch_row_bytes = config.dispatch_row_bytes.value_or(0);
+  w.combine_row_bytes = config.combine_row_bytes.value_or(0);
   w.row_guard_bytes = config.test_knobs.row_guard_bytes;
   w.rows_per_token = config.weighting == Weighting::kOrigin
                          ? std::max(1, std::min(config.top_k, max_local_experts))
