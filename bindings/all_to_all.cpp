@@ -118,8 +118,10 @@ nb::object combine_recv(BoundAllToAll& self, const Round& handle, nb::handle out
   const nb::object result = out_tensor(self, out, num_tokens, hidden, args, inputs);
   inputs.topk_weights = args.view(topk_weights, "topk_weights");
   inputs.timeout = to_timeout(timeout_s);
-  const nogil released;
-  self.core.combine_recv(inputs, handle);
+  {
+    const nogil released;
+    self.core.combine_recv(inputs, handle);
+  }
   return result;
 }
 
@@ -433,8 +435,10 @@ nb::object combine(BoundAllToAll& self, const Round& round, nb::handle y, nb::ha
   inputs.topk_weights = args.view(topk_weights, "topk_weights");
   inputs.release = release;
   inputs.timeout = to_timeout(timeout_s);
-  const nogil released;
-  self.core.combine(inputs, round);
+  {
+    const nogil released;
+    self.core.combine(inputs, round);
+  }
   return result;
 }
 

@@ -174,11 +174,14 @@ nb::object cast_as(const TensorView& view, Framework framework, nb::handle owner
     case Framework::kDlpack:
       break;
   }
-  return cast_tensor<nb::ro>(view, owner);
+  return cast_tensor<nb::array_api>(view, owner);
 }
 
+/// "torch.Tensor"
 std::string name_of_type(nb::handle value) {
-  return nb::cast<std::string>(nb::type_name(value.type()));
+  const nb::handle type = value.type();
+  const nb::str name = nb::str("{}.{}").format(type.attr("__module__"), type.attr("__qualname__"));
+  return nb::cast<std::string>(name);
 }
 
 bool same(const TensorView& a, const TensorView& b) noexcept {
