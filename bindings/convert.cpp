@@ -165,12 +165,49 @@ nb::object cast_tensor(const TensorView& view, nb::handle owner) {
   return nb::cast(array, nb::rv_policy::reference);
 }
 
+const char* bits_name(DType dtype) { return size_of(dtype) == 1 ? "uint8" : "uint16"; }
+
+/// NumPy knows these types only through the package ml_dtypes, and DLPack not from NumPy at all.
+bool is_extension(DType dtype) noexcept {
+  return dtype == DType::kBFloat16 || dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2 ||
+         dtype == DType::kFloat8E8M0;
+}
+
+/// The extension type of a NumPy array, if it has one.
+std::optional<DType> extension_dtype(nb::handle array) {
+  const std::string name = nb::cast<std::string>(
+      nb::str(nb::getattr(nb::getattr(array, "dtype", nb::none()), "name", nb::str(""))));
+  for (const DType dtype :
+       {DType::kBFloat16, DType::kFloat8E4M3, DType::kFloat8E5M2, DType::kFloat8E8M0}) {
+    if (name == name_of(dtype)) return dtype;
+  }
+  return std::nullopt;
+}
+
+nb::object as_bits(nb::handle array, DType dtype) { return array.attr("view")(bits_name(dtype)); }
+
+/// A NumPy array of an extension type over `view`.
+nb::object extension_array(TensorView view, nb::handle owner) {
+  const char* name = name_of(view.dtype);
+  nb::object type;
+  try {
+    type = nb::module_::import_("ml_dtypes").attr(name);
+  } catch (nb::python_error& error) {
+    throw Unsupported(std::string("dtype: NumPy has ") + name +
+                      " only with the package ml_dtypes, which cannot be imported; install it or "
+                      "use torch tensors");
+  }
+  view.dtype = size_of(view.dtype) == 1 ? DType::kUInt8 : DType::kUInt16;
+  return cast_tensor<nb::numpy>(view, owner).attr("view")(type);
+}
+
 nb::object cast_as(const TensorView& view, Framework framework, nb::handle owner) {
   switch (framework) {
     case Framework::kTorch:
       return cast_tensor<nb::pytorch>(view, owner);
     case Framework::kNumpy:
-      return cast_tensor<nb::numpy>(view, owner);
+      return is_extension(view.dtype) ? extension_array(view, owner)
+                                      : cast_tensor<nb::numpy>(view, owner);
     case Framework::kDlpack:
       break;
   }
@@ -214,9 +251,14 @@ TensorView Arguments::view(nb::handle value, const char* name) {
     return to_view(tensor, name);
   }
   nb::ndarray<nb::ro> array;
+  std::optional<DType> extension;
   if (!nb::try_cast<nb::ndarray<nb::ro>>(value, array, false)) {
-    throw InvalidArgument(std::string(name) + ": expected a DLPack tensor, got " +
-                          name_of_type(value));
+    extension = extension_dtype(value);
+    if (!extension ||
+        !nb::try_cast<nb::ndarray<nb::ro>>(as_bits(value, *extension), array, false)) {
+      throw InvalidArgument(std::string(name) + ": expected a DLPack tensor, got " +
+                            name_of_type(value));
+    }
   }
   tensor.data = const_cast<void*>(array.data());
   tensor.device = {array.device_type(), array.device_id()};
@@ -224,7 +266,8 @@ TensorView Arguments::view(nb::handle value, const char* name) {
   tensor.dtype = array.dtype();
   tensor.shape = const_cast<std::int64_t*>(array.shape_ptr());
   tensor.strides = const_cast<std::int64_t*>(array.stride_ptr());
-  const TensorView view = to_view(tensor, name);
+  TensorView view = to_view(tensor, name);
+  if (extension) view.dtype = *extension;
   kept_.push_back(std::move(array));
   return view;
 }

@@ -9,8 +9,8 @@ namespace fanfold {
 TensorView::TensorView(void* data_, DType dtype_, std::initializer_list<std::int64_t> shape_)
     : data(data_), dtype(dtype_), ndim(static_cast<int>(shape_.size())) {
   if (shape_.size() > static_cast<std::size_t>(kMaxDims)) {
-    throw InvalidArgument(base::str("tensor: expected at most ", kMaxDims, " dimensions, got ",
-                                    shape_.size()));
+    throw InvalidArgument(
+        base::str("tensor: expected at most ", kMaxDims, " dimensions, got ", shape_.size()));
   }
   std::size_t i = 0;
   for (const std::int64_t extent : shape_) shape[i++] = extent;
@@ -41,6 +41,7 @@ std::int64_t TensorView::row_stride_bytes() const noexcept {
 }
 
 bool TensorView::rows_are_contiguous() const noexcept {
+  if (num_elements() == 0) return true;  // whatever strides its maker gave it
   std::int64_t expected = 1;
   for (int i = ndim - 1; i > 0; --i) {
     const auto dim = static_cast<std::size_t>(i);
@@ -51,9 +52,8 @@ bool TensorView::rows_are_contiguous() const noexcept {
 }
 
 bool TensorView::is_contiguous() const noexcept {
-  if (num_elements() == 0) return true;
   return rows_are_contiguous() &&
-         (ndim == 0 || shape[0] <= 1 || row_stride_bytes() == row_bytes());
+         (ndim == 0 || shape[0] <= 1 || num_elements() == 0 || row_stride_bytes() == row_bytes());
 }
 
 std::string TensorView::describe() const {

@@ -249,7 +249,10 @@ void Broadcast::dispatch_recv(Slot& slot, base::Deadline) {
   }
   std::int32_t* rank_counts = counts(slot);
   for (int source = 0; source < num_ranks(); ++source) {
-    rank_counts[source] = static_cast<std::int32_t>(rows_between(slot, source, rank_));
+    // Gathered rows are all tokens, whether routed here or not.
+    rank_counts[source] = is_gathered()
+                              ? slot.token_counts[static_cast<std::size_t>(source)]
+                              : static_cast<std::int32_t>(rows_between(slot, source, rank_));
   }
   poison_results(slot);
   if (is_gathered()) return;
