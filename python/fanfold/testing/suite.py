@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The list of conformance checks and how one is declared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fanfold.testing.harness import Harness
+from fanfold.testing.trials import Case
+
+Body = Callable[[Harness], None]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One guarantee: a function that every rank runs, and that raises if it does not hold."""
+
+    name: str
+    run: Body
+    num_ranks: int
+    applies: Callable[[Case], bool]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+CHECKS: dict[str, Check] = {}
+
+
+def check(
+    num_ranks: int = 4, applies: Callable[[Case], bool] | None = None
+) -> Callable[[Body], Body]:
+    """Add a function to the suite; its name is the check's, a sentence."""
+
+    def add(body: Body) -> Body:
+        CHECKS[body.__name__] = Check(
+            body.__name__, body, num_ranks, applies or (lambda case: True)
+        )
+        return body
+
+    return add
+
+
+def is_two_phase(case: Case) -> bool:
+    """Say whether dispatch and combine of the case have two halves."""
+    return case.strategy != "broadcast"
