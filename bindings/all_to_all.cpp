@@ -186,8 +186,8 @@ nb::object sanitize(BoundAllToAll& self, nb::handle ids, nb::handle counts,
 using Class = nb::class_<BoundAllToAll>;
 
 void bind_dispatch(Class& c) {
-  c.def("dispatch", &dispatch, "topk_ids"_a.none(), "payloads"_a, "topk_weights"_a = nb::none(),
-        "round_max_tokens"_a = nb::none(), "routing"_a = nb::none(),
+  c.def("dispatch", &dispatch, "topk_ids"_a.none(), "payloads"_a.none(),
+        "topk_weights"_a = nb::none(), "round_max_tokens"_a = nb::none(), "routing"_a = nb::none(),
         "num_tokens_per_rank"_a = nb::none(), "num_tokens"_a = nb::none(),
         "invalid_expert_id"_a = nb::none(), "timeout_s"_a = nb::none(), "stream"_a = nb::none(),
         nb::sig("def dispatch(self, topk_ids: object, payloads: typing.Sequence[typing.Any], "
@@ -224,7 +224,7 @@ Raises:
 Stream:
     Runs and waits on the calling thread; the GIL is released.)doc")
       .def(
-          "dispatch_send", &dispatch_send, "topk_ids"_a.none(), "payloads"_a,
+          "dispatch_send", &dispatch_send, "topk_ids"_a.none(), "payloads"_a.none(),
           "topk_weights"_a = nb::none(), "round_max_tokens"_a = nb::none(),
           "routing"_a = nb::none(), "num_tokens_per_rank"_a = nb::none(),
           "num_tokens"_a = nb::none(), "invalid_expert_id"_a = nb::none(),
@@ -259,7 +259,7 @@ void bind_combine(Class& c) {
             check_stream(stream);
             return combine(self, handle, y, out, topk_weights, release, timeout_s);
           },
-          "y"_a, "handle"_a, "out"_a = nb::none(), "topk_weights"_a = nb::none(),
+          "y"_a.none(), "handle"_a, "out"_a = nb::none(), "topk_weights"_a = nb::none(),
           "release"_a = true, "timeout_s"_a = nb::none(), "stream"_a = nb::none(),
           nb::sig("def combine(self, y: object, handle: Round, out: typing.Any = None, "
                   "topk_weights: object = None, release: bool = True, timeout_s: float | None = "
@@ -288,7 +288,7 @@ Raises:
 Stream:
     Runs and waits on the calling thread; the GIL is released.)doc")
       .def(
-          "combine_send", &combine_send, "y"_a, "handle"_a, "release"_a = true,
+          "combine_send", &combine_send, "y"_a.none(), "handle"_a, "release"_a = true,
           nb::sig("def combine_send(self, y: object, handle: Round, release: bool = True) -> None"),
           "First half of combine; never waits.")
       .def("combine_recv", &combine_recv, "handle"_a, "out"_a = nb::none(),
@@ -303,7 +303,7 @@ Stream:
             self.core.release(handle);
           },
           "handle"_a, "Ends a round without a combine; every rank must. Does not wait.")
-      .def("sanitize", &sanitize, "ids"_a, "counts"_a, "invalid_expert_id"_a = -1,
+      .def("sanitize", &sanitize, "ids"_a.none(), "counts"_a.none(), "invalid_expert_id"_a = -1,
            "policy"_a = "padding", "out"_a = nb::none(),
            nb::sig("def sanitize(self, ids: object, counts: object, invalid_expert_id: int = -1, "
                    "policy: str = 'padding', out: typing.Any = None) -> typing.Any"),

@@ -124,7 +124,7 @@ void bind_collectives(nb::class_<Communicator>& c) {
             const nogil released;
             self.all_gather_v(from, to, counts, to_timeout(timeout_s));
           },
-          "send"_a, "recv"_a, "counts"_a, nb::kw_only(), "timeout_s"_a = nb::none(),
+          "send"_a.none(), "recv"_a.none(), "counts"_a, nb::kw_only(), "timeout_s"_a = nb::none(),
           "recv [sum(counts), ...] = send [counts[r], ...] of every rank r, in rank order.")
       .def(
           "reduce_scatter_v",
@@ -136,7 +136,7 @@ void bind_collectives(nb::class_<Communicator>& c) {
             const nogil released;
             self.reduce_scatter_v(from, to, counts, to_timeout(timeout_s));
           },
-          "send"_a, "recv"_a, "counts"_a, nb::kw_only(), "timeout_s"_a = nb::none(),
+          "send"_a.none(), "recv"_a.none(), "counts"_a, nb::kw_only(), "timeout_s"_a = nb::none(),
           "recv [counts[rank], ...] = this rank's rows of the sum of all send [sum(counts), ...].\n"
           "float32, float16, bfloat16, int32 or int64; floats are added in float32, ranks "
           "ascending.")
@@ -149,7 +149,7 @@ void bind_collectives(nb::class_<Communicator>& c) {
             const nogil released;
             self.all_to_all(from, to, to_timeout(timeout_s));
           },
-          "send"_a, "recv"_a, nb::kw_only(), "timeout_s"_a = nb::none(),
+          "send"_a.none(), "recv"_a.none(), nb::kw_only(), "timeout_s"_a = nb::none(),
           "Block r of send [num_ranks * n, ...] goes to rank r; recv likewise.")
       .def(
           "all_to_all_v",
@@ -161,7 +161,7 @@ void bind_collectives(nb::class_<Communicator>& c) {
             const nogil released;
             self.all_to_all_v(from, to, send_counts, recv_counts, to_timeout(timeout_s));
           },
-          "send"_a, "recv"_a, "send_counts"_a, "recv_counts"_a, nb::kw_only(),
+          "send"_a.none(), "recv"_a.none(), "send_counts"_a, "recv_counts"_a, nb::kw_only(),
           "timeout_s"_a = nb::none(),
           "send_counts[r] rows go to rank r, recv_counts[r] come from it; a difference between "
           "what\n"
@@ -174,7 +174,7 @@ void bind_collectives(nb::class_<Communicator>& c) {
             const nogil released;
             self.broadcast(view, root, to_timeout(timeout_s));
           },
-          "tensor"_a, "root"_a, nb::kw_only(), "timeout_s"_a = nb::none(),
+          "tensor"_a.none(), "root"_a, nb::kw_only(), "timeout_s"_a = nb::none(),
           "Every rank's tensor becomes the root's.")
       .def(
           "all_reduce",
@@ -185,7 +185,7 @@ void bind_collectives(nb::class_<Communicator>& c) {
             const nogil released;
             self.all_reduce(from, to, to_timeout(timeout_s));
           },
-          "send"_a, "recv"_a, nb::kw_only(), "timeout_s"_a = nb::none(),
+          "send"_a.none(), "recv"_a.none(), nb::kw_only(), "timeout_s"_a = nb::none(),
           "recv = sum of all send; may be the same tensor. Types as reduce_scatter_v.")
       .def(
           "all_gather_bytes",

@@ -122,7 +122,7 @@ void bind_received(nb::module_& m) {
             return combine(self.owner(), self.core.handle(), y, out, topk_weights, release,
                            timeout_s);
           },
-          "y"_a, "out"_a = nb::none(), "topk_weights"_a = nb::none(), nb::kw_only(),
+          "y"_a.none(), "out"_a = nb::none(), "topk_weights"_a = nb::none(), nb::kw_only(),
           "release"_a = true, "timeout_s"_a = nb::none(), "stream"_a = nb::none(),
           nb::sig("def combine(self, y: object, out: typing.Any = None, topk_weights: object = "
                   "None, *, release: bool = True, timeout_s: float | None = None, stream: object "

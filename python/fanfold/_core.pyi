@@ -85,30 +85,30 @@ class Communicator:
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Returns when every rank has called it."""
 
-    def all_gather_v(self, send: object, recv: object, counts: Sequence[int], *, timeout_s: float | None = None) -> None:
+    def all_gather_v(self, send: object | None, recv: object | None, counts: Sequence[int], *, timeout_s: float | None = None) -> None:
         """
         recv [sum(counts), ...] = send [counts[r], ...] of every rank r, in rank order.
         """
 
-    def reduce_scatter_v(self, send: object, recv: object, counts: Sequence[int], *, timeout_s: float | None = None) -> None:
+    def reduce_scatter_v(self, send: object | None, recv: object | None, counts: Sequence[int], *, timeout_s: float | None = None) -> None:
         """
         recv [counts[rank], ...] = this rank's rows of the sum of all send [sum(counts), ...].
         float32, float16, bfloat16, int32 or int64; floats are added in float32, ranks ascending.
         """
 
-    def all_to_all(self, send: object, recv: object, *, timeout_s: float | None = None) -> None:
+    def all_to_all(self, send: object | None, recv: object | None, *, timeout_s: float | None = None) -> None:
         """Block r of send [num_ranks * n, ...] goes to rank r; recv likewise."""
 
-    def all_to_all_v(self, send: object, recv: object, send_counts: Sequence[int], recv_counts: Sequence[int], *, timeout_s: float | None = None) -> None:
+    def all_to_all_v(self, send: object | None, recv: object | None, send_counts: Sequence[int], recv_counts: Sequence[int], *, timeout_s: float | None = None) -> None:
         """
         send_counts[r] rows go to rank r, recv_counts[r] come from it; a difference between what
         one rank sends and the other expects is InvalidArgument on every rank.
         """
 
-    def broadcast(self, tensor: object, root: int, *, timeout_s: float | None = None) -> None:
+    def broadcast(self, tensor: object | None, root: int, *, timeout_s: float | None = None) -> None:
         """Every rank's tensor becomes the root's."""
 
-    def all_reduce(self, send: object, recv: object, *, timeout_s: float | None = None) -> None:
+    def all_reduce(self, send: object | None, recv: object | None, *, timeout_s: float | None = None) -> None:
         """
         recv = sum of all send; may be the same tensor. Types as reduce_scatter_v.
         """
