@@ -11,9 +11,9 @@
 
 namespace fanfold::testing {
 
-/// Calls `body(communicator)` for each rank, each on a thread of its own, and waits for all. A rank's
-/// communicator is closed without waiting when its body ends, so that peers do not wait for a
-/// rank that failed. Rethrows the first error in time.
+/// Calls `body(communicator)` for each rank, each on a thread of its own, and waits for all. A
+/// rank's communicator is closed without waiting when its body ends, so that peers do not wait for
+/// a rank that failed. Rethrows the first error in time.
 void spawn_ranks(int num_ranks, const std::function<void(Communicator&)>& body,
                  std::chrono::nanoseconds timeout = std::chrono::seconds(30));
 

@@ -51,8 +51,9 @@ std::string boot_id() {
   std::ifstream file("/proc/sys/kernel/random/boot_id");
   std::string id;
   if (!std::getline(file, id)) {
-    throw Unsupported("from_callbacks: expected to read /proc/sys/kernel/random/boot_id, which "
-                      "names the machine, got nothing");
+    throw Unsupported(
+        "from_callbacks: expected to read /proc/sys/kernel/random/boot_id, which "
+        "names the machine, got nothing");
   }
   return id;
 }
@@ -101,6 +102,7 @@ std::vector<Introduction> introduce(int rank, int num_ranks, const Introduction&
                                     " gave at its place, got ", gathered.size(), " entries"));
   }
   std::vector<Introduction> all;
+  all.reserve(gathered.size());
   for (const auto& entry : gathered) all.push_back(Introduction::decode(entry));
   return all;
 }

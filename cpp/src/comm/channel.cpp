@@ -83,6 +83,8 @@ void Channel::run(const Call& call, base::Deadline deadline,
                   base::FunctionRef<void(const Chunk&)> drain) {
   check_usable(call.name);
   try {
+    // Nothing is published after an abort: a peer must not take it for a sign that all is well.
+    control_.throw_if_aborted({rank_, call.name, -1});
     run_steps(call, deadline, check, fill, drain);
   } catch (const InvalidArgument&) {
     throw;  // every rank throws it in the same step: nothing is out of order
@@ -157,9 +159,9 @@ void Channel::step(const char* call, base::Deadline deadline) {
 
 void Channel::throw_mismatch(const std::string& field, int rank_a, const std::string& value_a,
                              int rank_b, const std::string& value_b) const {
-  throw InvalidArgument(base::str(control_.what(), ": ", field, ": expected the same on every rank, got ",
-                                  value_a, " on rank ", rank_a, " and ", value_b, " on rank ",
-                                  rank_b));
+  throw InvalidArgument(base::str(control_.what(), ": ", field,
+                                  ": expected the same on every rank, got ", value_a, " on rank ",
+                                  rank_a, " and ", value_b, " on rank ", rank_b));
 }
 
 void Channel::compare_headers() const {
@@ -187,9 +189,8 @@ void Channel::compare_counts(const char* call) const {
                     static_cast<std::size_t>(num) * sizeof(std::int64_t)) == 0) {
       continue;
     }
-    throw_mismatch(base::str(call, ": counts"), 0,
-                   describe(header_counts(0), header(0).num_counts), rank,
-                   describe(header_counts(rank), num));
+    throw_mismatch(base::str(call, ": counts"), 0, describe(header_counts(0), header(0).num_counts),
+                   rank, describe(header_counts(rank), num));
   }
 }
 

@@ -10,17 +10,19 @@
 //   2. stores n into its own seq (release),
 //   3. waits until every peer's seq is at least n (acquire),
 //   4. reads the peers' halves n mod 2.
-// Two halves suffice: a rank writes half n mod 2 in step n + 2 only after every peer's seq has reached
-// n + 1, and a peer stores n + 1 after it has finished reading step n.
+// Two halves suffice: a rank writes half n mod 2 in step n + 2 only after every peer's seq has
+// reached n + 1, and a peer stores n + 1 after it has finished reading step n.
 //
 //   word            written by               read by                      carries
-//   SeqLine::seq    its owner, release       every peer's wait, acquire   the owner's half, and that the
+//   SeqLine::seq    its owner, release       every peer's wait, acquire   the owner's half, and
+//   that the
 //                                                                         owner has read step n - 1
 //   Control words   see comm/control.h
 //
-// The first step of each collective carries a header. Every rank compares all headers before it uses any
-// data, so a mismatch is the same InvalidArgument on every rank, and as all are at the same step
-// the group goes on working. seq never goes back: after a reset it continues above the group's maximum.
+// The first step of each collective carries a header. Every rank compares all headers before it
+// uses any data, so a mismatch is the same InvalidArgument on every rank, and as all are at the
+// same step the group goes on working. seq never goes back: after a reset it continues above the
+// group's maximum.
 
 #include <cstddef>
 #include <cstdint>
@@ -129,14 +131,13 @@ class Channel {
   const std::int64_t* header_counts(int rank) const noexcept;
 
   void check_usable(const char* call) const;
-  /// Runs a collective: header, check, then as many steps as the longest stream needs. `check` compares
-  /// and returns the bytes of the longest stream of any rank, `fill` writes a chunk of this rank,
-  /// `drain` reads everyone's.
+  /// Runs a collective: header, check, then as many steps as the longest stream needs. `check`
+  /// compares and returns the bytes of the longest stream of any rank, `fill` writes a chunk of
+  /// this rank, `drain` reads everyone's.
   void run(const Call& call, base::Deadline deadline, base::FunctionRef<std::int64_t()> check,
            base::FunctionRef<void(std::byte* out, const Chunk& chunk)> fill,
            base::FunctionRef<void(const Chunk& chunk)> drain);
-  void run_steps(const Call& call, base::Deadline deadline,
-                 base::FunctionRef<std::int64_t()> check,
+  void run_steps(const Call& call, base::Deadline deadline, base::FunctionRef<std::int64_t()> check,
                  base::FunctionRef<void(std::byte* out, const Chunk& chunk)> fill,
                  base::FunctionRef<void(const Chunk& chunk)> drain);
   std::int64_t put_header(const Call& call);

@@ -71,7 +71,8 @@ void Channel::sum(std::byte* out, DType dtype, std::int64_t num_elements) {
 }
 
 void Channel::barrier(base::Deadline deadline) {
-  run({"barrier", {}}, deadline, [] { return std::int64_t{0}; }, [](std::byte*, const Chunk&) {},
+  run(
+      {"barrier", {}}, deadline, [] { return std::int64_t{0}; }, [](std::byte*, const Chunk&) {},
       [](const Chunk&) {});
 }
 
@@ -122,7 +123,8 @@ void Channel::exchange(const Call& call, const std::byte* send, std::byte* recv,
   const auto check = [&] {
     compare_count_pairs(call.name);
     copy_bytes(recv + rows_before(recv_counts, rank_) * row_bytes,
-         send + rows_before(send_counts, rank_) * row_bytes, send_counts[index(rank_)] * row_bytes);
+               send + rows_before(send_counts, rank_) * row_bytes,
+               send_counts[index(rank_)] * row_bytes);
     std::int64_t longest = 0;
     for (int from = 0; from < num_ranks_; ++from) {
       for (int to = 0; to < num_ranks_; ++to) {
@@ -165,9 +167,7 @@ void Channel::broadcast(std::byte* data, RowType row, int root, base::Deadline d
 void Channel::all_reduce(const std::byte* send, std::byte* recv, RowType row,
                          base::Deadline deadline) {
   const std::int64_t bytes = row.bytes();
-  const auto fill = [&](std::byte* out, const Chunk& chunk) {
-    chunk.put(out, send, bytes);
-  };
+  const auto fill = [&](std::byte* out, const Chunk& chunk) { chunk.put(out, send, bytes); };
   const auto drain = [&](const Chunk& chunk) {
     // The own part too is read from the staging: `recv` may be `send`.
     for (int rank = 0; rank < num_ranks_; ++rank) rows_[index(rank)] = staged(rank, chunk);
@@ -221,9 +221,7 @@ std::vector<Channel::Bytes> Channel::all_gather_bytes(const std::byte* data, std
     copy_bytes(result[index(rank_)].data(), data, bytes);
     return num_ranks_ == 1 ? 0 : longest;
   };
-  const auto fill = [&](std::byte* out, const Chunk& chunk) {
-    chunk.put(out, data, bytes);
-  };
+  const auto fill = [&](std::byte* out, const Chunk& chunk) { chunk.put(out, data, bytes); };
   const auto drain = [&](const Chunk& chunk) {
     for (int i = 1; i < num_ranks_; ++i) {
       const int peer = (rank_ + i) % num_ranks_;

@@ -32,9 +32,9 @@ struct alignas(base::kCacheLine) Channel::Header {
 
 /// 1 MiB, less when many ranks share one machine, but room for the counts of 1024 ranks.
 constexpr std::int64_t staging_half_bytes(int num_ranks) noexcept {
-  return base::align_up(
-      std::clamp((std::int64_t{4} << 20) / num_ranks, std::int64_t{64} << 10, std::int64_t{1} << 20),
-      kHalfAlignment);
+  return base::align_up(std::clamp((std::int64_t{4} << 20) / num_ranks, std::int64_t{64} << 10,
+                                   std::int64_t{1} << 20),
+                        kHalfAlignment);
 }
 
 }  // namespace fanfold::comm

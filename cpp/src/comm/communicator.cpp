@@ -161,12 +161,12 @@ std::optional<Communicator> Communicator::split(int color, int key, Timeout time
   }
   std::sort(order.begin(), order.end());
   std::vector<int> members;
+  members.reserve(order.size());
   for (const auto& entry : order) members.push_back(std::get<1>(entry));
   std::unique_ptr<comm::Group> group = impl.group().split(members, deadline);
   if (group == nullptr) return std::nullopt;
   auto channel = comm::Channel::create(*group, "Communicator", deadline);
-  return Communicator(
-      std::make_shared<Impl>(std::move(group), std::move(channel), impl.timeout()));
+  return Communicator(std::make_shared<Impl>(std::move(group), std::move(channel), impl.timeout()));
 }
 
 void Communicator::abort(const std::string& reason) { checked(impl_).abort(reason); }

@@ -18,8 +18,7 @@ Communicator::Impl::~Impl() {
   group_->leave();
 }
 
-base::Deadline Communicator::Impl::deadline(
-    std::optional<std::chrono::nanoseconds> timeout) const {
+base::Deadline Communicator::Impl::deadline(std::optional<std::chrono::nanoseconds> timeout) const {
   const std::chrono::nanoseconds length = timeout.value_or(timeout_);
   if (length.count() < 0) {
     throw InvalidArgument(
@@ -44,13 +43,14 @@ void Communicator::Impl::abort(const std::string& reason) {
 }
 
 void Communicator::Impl::close(base::Deadline deadline) {
+  const Call call(*this, "close");
+  closed_.store(true, std::memory_order_release);  // acquire: is_closed
+  // Before the wait, so that peers that are in an exchange of this group see it too.
+  group_->leave();
   const auto finish = [this] {
-    group_->leave();
     const std::lock_guard<std::mutex> lock(channel_mutex_);
     channel_.reset();
   };
-  const Call call(*this, "close");
-  closed_.store(true, std::memory_order_release);  // acquire: is_closed
   try {
     channel_->close(deadline);
   } catch (...) {

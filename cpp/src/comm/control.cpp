@@ -123,11 +123,14 @@ void Control::wait_slowly(base::FunctionRef<bool()> ready, const WaitFor& target
   }
 }
 
-void Control::abort(const std::string& reason) noexcept {
+void Control::abort(const std::string& reason) noexcept { abort_with(reason, 0); }
+
+void Control::abort_with(const std::string& reason, std::uint64_t flags) noexcept {
   if (group_.is_forked_child()) return;
   const std::lock_guard<std::mutex> lock(abort_mutex_);
   const std::uint32_t word = 1 + generation();
-  if (abort_line(group_.rank(), group_.rank()).word.load(std::memory_order_relaxed) == word) return;
+  const AbortLine& own = abort_line(group_.rank(), group_.rank());
+  if ((own.word.load(std::memory_order_relaxed) & ~kResetBit) == word) return;
   std::array<std::uint64_t, kReasonWords> text{};
   std::size_t size = std::min(reason.size(), kReasonBytes - 1);
   while (size < reason.size() && size > 0 &&
@@ -142,8 +145,11 @@ void Control::abort(const std::string& reason) noexcept {
     for (std::size_t i = 0; i < kReasonWords; ++i) {
       line.reason[i].store(text[i], std::memory_order_release);
     }
-    line.word.store(word, std::memory_order_release);   // acquire: read_abort
-    raise_to(words(rank).abort_any, word);              // acquire: is_aborted
+    line.word.store(word | flags, std::memory_order_release);  // acquire: read_abort
+  }
+  // Only now, so that a rank that wakes and resets cannot be taken for the one that began.
+  for (int rank = 0; rank < group_.num_ranks(); ++rank) {
+    raise_to(words(rank).abort_any, word);  // acquire: is_aborted
     ring(rank);
   }
 }
@@ -152,9 +158,9 @@ bool Control::is_aborted() const noexcept {
   return words(group_.rank()).abort_any.load(std::memory_order_acquire) == 1 + generation();
 }
 
-bool Control::read_abort(int source, std::string* reason) const {
+bool Control::read_abort(int source, std::uint64_t flags, std::string* reason) const {
   const AbortLine& line = abort_line(group_.rank(), source);
-  const std::uint64_t word = 1 + std::uint64_t{generation()};
+  const std::uint64_t word = (1 + std::uint64_t{generation()}) | flags;
   if (line.word.load(std::memory_order_acquire) != word) return false;
   std::array<std::uint64_t, kReasonWords> text{};
   for (std::size_t i = 0; i < kReasonWords; ++i) {
@@ -170,8 +176,9 @@ bool Control::read_abort(int source, std::string* reason) const {
 void Control::throw_if_aborted(const WaitFor& target) const {
   if (!is_aborted()) return;
   std::string reason;
-  for (int rank = 0; rank < group_.num_ranks(); ++rank) {
-    if (read_abort(rank, &reason)) {
+  for (const std::uint64_t flags : {std::uint64_t{0}, kResetBit}) {
+    for (int rank = 0; rank < group_.num_ranks(); ++rank) {
+      if (!read_abort(rank, flags, &reason)) continue;
       throw PeerAborted(str(prefix(target), "rank ", rank, " aborted: ", reason, kResetAdvice),
                         rank, reason);
     }
@@ -211,10 +218,10 @@ void Control::throw_lost(const WaitFor& target, const Lost& lost) const {
 }
 
 void Control::throw_timeout(const WaitFor& target, base::Deadline deadline) const {
-  throw PeerTimeout(str(prefix(target), "rank ", target.rank, " did not arrive within ",
-                        base::format_duration(deadline.timeout_ns()), "; it is late or frozen",
-                        kResetAdvice),
-                    target.rank);
+  throw PeerTimeout(
+      str(prefix(target), "rank ", target.rank, " did not arrive within ",
+          base::format_duration(deadline.timeout_ns()), "; it is late or frozen", kResetAdvice),
+      target.rank);
 }
 
 void Control::announce_reset(std::uint32_t generation, std::uint64_t max_epoch) noexcept {
@@ -228,7 +235,7 @@ void Control::announce_reset(std::uint32_t generation, std::uint64_t max_epoch) 
 
 std::uint64_t Control::reset(std::uint64_t max_epoch, base::Deadline deadline) {
   check_process();
-  abort(str("rank ", group_.rank(), " called reset"));
+  abort_with(str("rank ", group_.rank(), " called reset"), kResetBit);
   const auto announced = [this](int peer) {
     return reset_line(group_.rank(), peer).generation.load(std::memory_order_acquire);
   };

@@ -6,12 +6,13 @@
 // Memory order. Data of a peer is published by a release store of some word in *my* window (a flag)
 // and read after an acquire load of it inside `wait`. The words here follow the same rule:
 //   abort_any         release by `abort`      <- acquire by `wait` (the abort line travels with it)
-//   AbortLine::word   release by `abort`      <- acquire by `wait`, before and after the reason's words
-//   AbortLine::reason release by `abort`      <- acquire by `wait` (a new text shows the new word too)
-//   ResetLine::generation  release by `reset` <- acquire by `reset` of each peer (carries max_epoch)
-//   left              release by `mark_left`  <- acquire by `wait`
+//   AbortLine::word   release by `abort`      <- acquire by `wait`, before and after the reason's
+//   words AbortLine::reason release by `abort`      <- acquire by `wait` (a new text shows the new
+//   word too) ResetLine::generation  release by `reset` <- acquire by `reset` of each peer (carries
+//   max_epoch) left              release by `mark_left`  <- acquire by `wait`
 // The doorbell carries no data: a sleeper re-reads its flag, and sleeps at most `kMaxSleepNs`, so a
-// wake-up that is lost (the sleeper count is read without a full fence) costs a millisecond at most.
+// wake-up that is lost (the sleeper count is read without a full fence) costs a millisecond at
+// most.
 
 #include <array>
 #include <atomic>
@@ -58,8 +59,8 @@ class Control {
   void check_process() const;
 
   /// Waits until `ready()`, an inlined acquire load and a comparison. Spins (only while ranks <=
-  /// cores), then yields, then sleeps on the doorbell. A flag that has arrived beats every error. The
-  /// loss of a rank other than the one waited for counts only after `kBystanderGraceNs`, since
+  /// cores), then yields, then sleeps on the doorbell. A flag that has arrived beats every error.
+  /// The loss of a rank other than the one waited for counts only after `kBystanderGraceNs`, since
   /// that rank may have finished this phase in good order and left.
   /// @throws PeerTimeout, PeerAborted, PeerLost, named after `target`.
   template <class Ready>
@@ -83,14 +84,15 @@ class Control {
   /// `reason` is cut at 111 bytes. This rank's own waits throw too. The first reason that a rank
   /// gives in a generation stays. Nothing happens in a forked child.
   void abort(const std::string& reason) noexcept;
+  /// Names the rank that aborted rather than one that has answered with a reset.
   /// @throws PeerAborted  a peer (or this rank) has aborted in this generation.
   void throw_if_aborted(const WaitFor& target) const;
   /// @throws PeerLost  a peer (active, not this rank) has left or ended.
   void throw_if_lost(const WaitFor& target) const;
 
   /// Collective over the active ranks: a new generation. Every rank gives the highest epoch that it
-  /// has used; returns the highest of all. Wakes peers that wait for something else, by an abort. May
-  /// be repeated after it timed out; a rank whose reset succeeded meanwhile need not repeat it.
+  /// has used; returns the highest of all. Wakes peers that wait for something else, by an abort.
+  /// May be repeated after it timed out; a rank whose reset succeeded meanwhile need not repeat it.
   /// @throws PeerTimeout, PeerLost
   std::uint64_t reset(std::uint64_t max_epoch, base::Deadline deadline);
 
@@ -105,13 +107,16 @@ class Control {
   bool is_active(int rank) const noexcept { return active_[static_cast<std::size_t>(rank)]; }
 
  private:
-  static constexpr int kSpins = 1500;
+  static constexpr int kSpins =
+      200;  // a few microseconds: a peer that waits for a core pays for more
   static constexpr std::int64_t kYieldNs = 1'000'000;
   static constexpr std::int64_t kMaxSleepNs = 1'000'000;
   static constexpr std::int64_t kLivenessNs = 5'000'000;
   static constexpr std::int64_t kBystanderGraceNs = 400'000'000;
   static constexpr std::size_t kReasonWords = 14;
   static constexpr std::size_t kReasonBytes = 8 * kReasonWords;
+
+  static constexpr std::uint64_t kResetBit = std::uint64_t{1} << 63;  // an abort by `reset`
 
   enum class Heed : std::uint8_t { kAbortsAndLosses, kLosses, kNothing };
   struct Lost {
@@ -126,7 +131,7 @@ class Control {
     std::atomic<std::uint32_t> left;       // written by the window's owner
   };
   struct alignas(base::kCacheLine) AbortLine {  // [source] in each window
-    std::atomic<std::uint64_t> word;            // 1 + generation; 0 while the text changes
+    std::atomic<std::uint64_t> word;  // 1 + generation, + kResetBit; 0 while the text changes
     std::array<std::atomic<std::uint64_t>, kReasonWords> reason;  // zero-terminated text
   };
   struct alignas(base::kCacheLine) ResetLine {  // [source] in each window
@@ -149,7 +154,8 @@ class Control {
                    Heed heed);
   void sleep_on_doorbell(base::FunctionRef<bool()> ready, Heed heed, std::int64_t max_ns) noexcept;
   bool is_aborted() const noexcept;
-  bool read_abort(int source, std::string* reason) const;
+  void abort_with(const std::string& reason, std::uint64_t flags) noexcept;
+  bool read_abort(int source, std::uint64_t flags, std::string* reason) const;
   std::string lost_reason(int peer) const;
   Lost find_lost(int first) const;
   void announce_reset(std::uint32_t generation, std::uint64_t max_epoch) noexcept;

@@ -6,6 +6,8 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
+#include <cstdint>
 #include <ctime>
 
 #include "base/format.h"
@@ -15,6 +17,11 @@
 
 namespace fanfold::comm {
 namespace {
+
+void pause_ns(std::int64_t ns) noexcept {
+  const timespec length{0, ns};
+  ::nanosleep(&length, nullptr);
+}
 
 /// Held while a name is looked at and replaced, so that two processes cannot remove each other's.
 base::FileDescriptor lock_directory(const std::string& path, base::Deadline deadline) {
@@ -28,8 +35,7 @@ base::FileDescriptor lock_directory(const std::string& path, base::Deadline dead
                                    base::format_duration(deadline.timeout_ns()),
                                    ", got a directory that another process holds locked"));
     }
-    const timespec pause{0, 1'000'000};
-    ::nanosleep(&pause, nullptr);
+    pause_ns(1'000'000);
   }
   return directory;
 }
@@ -41,7 +47,7 @@ bool is_dead(const std::string& path) {
 }
 
 bool is_socket(const std::string& path) noexcept {
-  struct stat status {};
+  struct stat status{};
   return ::lstat(path.c_str(), &status) == 0 && S_ISSOCK(status.st_mode);
 }
 
@@ -53,13 +59,15 @@ std::string directory_of(const std::string& path) {
   return slash == 0 ? "/" : path.substr(0, slash);
 }
 
-void remove_dead_socket(const std::string& path) noexcept {
+bool remove_dead_socket(const std::string& path) noexcept {
   try {
-    const auto lock =
-        lock_directory(directory_of(path), base::Deadline(std::chrono::milliseconds(100)));
-    if (is_socket(path) && is_dead(path)) (void)::unlink(path.c_str());
+    const base::Deadline end(std::chrono::milliseconds(100));
+    const auto lock = lock_directory(directory_of(path), end);
+    // A process that is just dying may close its connections before the socket that it listens at.
+    while (is_socket(path) && !is_dead(path) && !end.passed()) pause_ns(5'000'000);
+    return is_socket(path) && is_dead(path) && ::unlink(path.c_str()) == 0;
   } catch (...) {
-    // Tidying up only: the next rank 0 does it again.
+    return false;  // tidying up only: the next rank 0 does it again
   }
 }
 
@@ -82,12 +90,12 @@ Listener::Listener(const std::string& path, int backlog, base::Deadline deadline
   }
   if (code != 0) throw_system_failure(base::str("rendezvous: listen at ", path), code);
   (void)::chmod(path.c_str(), S_IRUSR | S_IWUSR);  // the directory is what protects it
-  struct stat status {};
+  struct stat status{};
   if (::lstat(path.c_str(), &status) == 0) inode_ = status.st_ino;
 }
 
 Listener::~Listener() {
-  struct stat status {};
+  struct stat status{};
   // Only if the name is still ours.
   if (inode_ != 0 && ::lstat(path_.c_str(), &status) == 0 && status.st_ino == inode_) {
     (void)::unlink(path_.c_str());

@@ -15,8 +15,8 @@ namespace fanfold::comm {
 /// "a/b" of "a/b/c", "." of "c".
 std::string directory_of(const std::string& path);
 
-/// Removes the socket at `path` if nobody listens there. Does nothing if the directory is busy.
-void remove_dead_socket(const std::string& path) noexcept;
+/// Removes the socket at `path` if nobody listens there; returns whether it did. Best effort.
+bool remove_dead_socket(const std::string& path) noexcept;
 
 /// A listening socket with a name, which it removes when it dies.
 class Listener {

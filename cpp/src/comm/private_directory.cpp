@@ -30,15 +30,23 @@ std::string octal(mode_t mode) {
   return out.str();
 }
 
+bool is_private_directory(const std::string& path) {
+  try {
+    return open_private_directory(path).is_open();
+  } catch (const InvalidArgument&) {
+    return false;
+  }
+}
+
 }  // namespace
 
 base::FileDescriptor open_private_directory(const std::string& path) {
   base::FileDescriptor fd(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW));
-  const std::string expected = base::str(
-      "rendezvous: expected a directory of user ", ::geteuid(),
-      " that nobody else may write to (mode 0700), got '", path, "'");
+  const std::string expected =
+      base::str("rendezvous: expected a directory of user ", ::geteuid(),
+                " that nobody else may write to (mode 0700), got '", path, "'");
   if (!fd.is_open()) throw InvalidArgument(base::str(expected, ": ", std::strerror(errno)));
-  struct stat status {};
+  struct stat status{};
   if (::fstat(fd.get(), &status) != 0) throw_system_failure("fstat", errno);
   if (status.st_uid != ::geteuid() || (status.st_mode & kOthersMayWrite) != 0) {
     throw InvalidArgument(base::str(expected, " of user ", status.st_uid, " with mode ",
@@ -51,13 +59,10 @@ base::FileDescriptor open_private_directory(const std::string& path) {
 
 std::string runtime_directory() {
   const std::optional<std::string> session = base::env_variable("XDG_RUNTIME_DIR");
-  if (session.has_value() && !session->empty() && session->size() <= kMaxDirectoryBytes) {
-    try {
-      (void)open_private_directory(*session);
-      return *session;
-    } catch (const InvalidArgument&) {
-      // Often left over from another user's session; every rank finds the same and goes on below.
-    }
+  // Not always fit: it may be left over from another user's session. Every rank finds the same.
+  if (session.has_value() && !session->empty() && session->size() <= kMaxDirectoryBytes &&
+      is_private_directory(*session)) {
+    return *session;
   }
   const std::string path = base::str("/tmp/fanfold-", ::geteuid());
   if (::mkdir(path.c_str(), S_IRWXU) != 0 && errno != EEXIST) {

@@ -20,12 +20,14 @@
 namespace fanfold::comm {
 namespace {
 
+using Phase = Star::Phase;
+
 std::size_t index(int rank) noexcept { return static_cast<std::size_t>(rank); }
 
 /// Maps memory that a peer sent. A peer that could shrink it could make our loads fault.
 std::shared_ptr<base::Mapping> map_received(Parcel& parcel, std::int64_t bytes) {
   const base::FileDescriptor fd = parcel.take_fd(parcel.fds.size() - 1);
-  struct stat status {};
+  struct stat status{};
   if (::fstat(fd.get(), &status) != 0) throw_system_failure("fstat", errno);
   constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
   const int seals = ::fcntl(fd.get(), F_GET_SEALS);
@@ -50,7 +52,9 @@ struct alignas(base::kCacheLine) ProcessGroup::LeftWord {
 
 namespace {
 
-std::int64_t page_bytes(int num_ranks) { return base::round_to_pages(num_ranks * base::kCacheLine); }
+std::int64_t page_bytes(int num_ranks) {
+  return base::round_to_pages(num_ranks * base::kCacheLine);
+}
 
 }  // namespace
 
@@ -82,8 +86,9 @@ std::unique_ptr<ProcessGroup> ProcessGroup::host(std::vector<base::FileDescripto
   const auto lost_reason = [&](int rank) {
     return std::string(has_ended(pidfds[index(rank)].get()) ? "its process ended" : "");
   };
-  (void)star.exchange(kJoinCall, std::move(parcels), failure, lost_reason, deadline);
-  (void)star.exchange(kJoinCall, {}, std::nullopt, lost_reason, deadline);
+  (void)star.exchange(Phase::kGather, kJoinCall, std::move(parcels), failure, lost_reason,
+                      deadline);
+  (void)star.exchange(Phase::kCommit, kJoinCall, {}, std::nullopt, lost_reason, deadline);
   return std::make_unique<ProcessGroup>(0, num_ranks, std::move(star), std::move(pidfds), page);
 }
 
@@ -97,7 +102,7 @@ std::unique_ptr<ProcessGroup> ProcessGroup::join(int rank, int num_ranks, base::
     return std::string(has_ended(host_pidfd.get()) ? "its process ended" : "");
   };
   std::vector<Parcel> received =
-      star.exchange(kJoinCall, {}, std::nullopt, lost_reason, deadline);
+      star.exchange(Phase::kGather, kJoinCall, {}, std::nullopt, lost_reason, deadline);
   std::optional<Failure> failure;
   std::vector<base::FileDescriptor> pidfds;
   std::shared_ptr<base::Mapping> page;
@@ -111,7 +116,7 @@ std::unique_ptr<ProcessGroup> ProcessGroup::join(int rank, int num_ranks, base::
   } catch (...) {
     failure = Failure::current(rank);
   }
-  (void)star.exchange(kJoinCall, {}, failure, lost_reason, deadline);
+  (void)star.exchange(Phase::kCommit, kJoinCall, {}, failure, lost_reason, deadline);
   return std::make_unique<ProcessGroup>(rank, num_ranks, std::move(star), std::move(pidfds), page);
 }
 
@@ -150,11 +155,12 @@ void ProcessGroup::leave() noexcept {
   star_.shut_down();
 }
 
-std::vector<Parcel> ProcessGroup::exchange(const std::string& call, std::vector<Parcel> parcels,
+std::vector<Parcel> ProcessGroup::exchange(Star::Phase phase, const std::string& call,
+                                           std::vector<Parcel> parcels,
                                            const std::optional<Failure>& failure,
                                            base::Deadline deadline) {
   const auto reason = [this](int rank) { return lost_reason(rank); };
-  return star_.exchange(call, std::move(parcels), failure, reason, deadline);
+  return star_.exchange(phase, call, std::move(parcels), failure, reason, deadline);
 }
 
 Windows ProcessGroup::share_windows(std::int64_t bytes, base::Deadline deadline) {
@@ -172,19 +178,21 @@ Windows ProcessGroup::share_windows(std::int64_t bytes, base::Deadline deadline)
   } catch (...) {
     failure = Failure::current(rank_);
   }
-  std::vector<Parcel> received = exchange(call, std::move(parcels), failure, deadline);
+  std::vector<Parcel> received =
+      exchange(Phase::kGather, call, std::move(parcels), failure, deadline);
   try {
     for (Parcel& parcel : received) windows[index(parcel.peer)] = map_received(parcel, size);
   } catch (...) {
     failure = Failure::current(rank_);
   }
   // Nobody returns before everybody has mapped everything.
-  (void)exchange(call, {}, failure, deadline);
+  (void)exchange(Phase::kCommit, call, {}, failure, deadline);
   return windows;
 }
 
 std::vector<base::FileDescriptor> ProcessGroup::pidfds_of(const std::vector<int>& members) const {
   std::vector<base::FileDescriptor> pidfds;
+  pidfds.reserve(members.size());
   for (const int member : members) pidfds.push_back(duplicate(pidfds_[index(member)].get()));
   return pidfds;
 }
@@ -245,7 +253,8 @@ std::unique_ptr<Group> ProcessGroup::split(const std::vector<int>& members,
   } catch (...) {
     failure = Failure::current(rank_);
   }
-  std::vector<Parcel> received = exchange("split", std::move(parcels), failure, deadline);
+  std::vector<Parcel> received =
+      exchange(Phase::kGather, "split", std::move(parcels), failure, deadline);
   std::unique_ptr<Group> group;
   try {
     if (is_host) {
@@ -260,7 +269,7 @@ std::unique_ptr<Group> ProcessGroup::split(const std::vector<int>& members,
   } catch (...) {
     failure = Failure::current(rank_);
   }
-  (void)exchange("split", {}, failure, deadline);
+  (void)exchange(Phase::kCommit, "split", {}, failure, deadline);
   return group;
 }
 

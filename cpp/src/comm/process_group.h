@@ -14,12 +14,12 @@
 
 namespace fanfold::comm {
 
-/// A rank of a group of processes. Windows are anonymous shared memory whose descriptors travel through
-/// the star. A peer is gone when its pidfd says so or its word in the group's page is set.
+/// A rank of a group of processes. Windows are anonymous shared memory whose descriptors travel
+/// through the star. A peer is gone when its pidfd says so or its word in the group's page is set.
 class ProcessGroup final : public Group {
  public:
-  /// Makes rank 0 of a group, whose peers call `join`, from a connection and a pidfd of each peer (its
-  /// own places are empty). Collective with them.
+  /// Makes rank 0 of a group, whose peers call `join`, from a connection and a pidfd of each peer
+  /// (its own places are empty). Collective with them.
   static std::unique_ptr<ProcessGroup> host(std::vector<base::FileDescriptor> links,
                                             std::vector<base::FileDescriptor> pidfds,
                                             base::Deadline deadline);
@@ -47,8 +47,9 @@ class ProcessGroup final : public Group {
   std::unique_ptr<Group> accept_invitation(const std::vector<int>& members,
                                            std::vector<Parcel> received);
   std::vector<base::FileDescriptor> pidfds_of(const std::vector<int>& members) const;
-  std::vector<Parcel> exchange(const std::string& call, std::vector<Parcel> parcels,
-                               const std::optional<Failure>& failure, base::Deadline deadline);
+  std::vector<Parcel> exchange(Star::Phase phase, const std::string& call,
+                               std::vector<Parcel> parcels, const std::optional<Failure>& failure,
+                               base::Deadline deadline);
 
   Star star_;
   std::vector<base::FileDescriptor> pidfds_;  // by rank

@@ -28,8 +28,6 @@ constexpr std::uint32_t kMagic = 0x66616e30;  // "fan0"
 constexpr std::uint32_t kVersion = 1;         // of the messages between the processes of a group
 // How long a rank 0 that refuses a group stays to tell the ranks that are yet to come.
 constexpr std::chrono::seconds kLinger{1};
-// A rank that has reached rank 0 waits longer than it does, to learn who is missing.
-constexpr std::chrono::milliseconds kAnswerGrace{500};
 
 /// What a rank says first.
 struct Hello {
@@ -70,7 +68,7 @@ class Host {
   void read_hellos();
   void drop_dead();
   std::optional<Failure> check(const Hello& hello) const;
-  void refuse_all();
+  void refuse_all(const Failure& failure);
 
   const RendezvousConfig& config_;
   base::Deadline deadline_;
@@ -142,11 +140,15 @@ void Host::read_hellos() {
   for (base::FileDescriptor& socket : waiting_) {
     Message message;
     const IoStatus status = receive_message(socket.get(), &message);
-    if (status == IoStatus::kLate) still_waiting.push_back(std::move(socket));
+    if (status == IoStatus::kLate) {
+      still_waiting.push_back(std::move(socket));
+      continue;
+    }
     Hello hello{};
     // Closed: somebody only looked whether we live.
     if (status != IoStatus::kDone || message.bytes.size() != sizeof hello) continue;
     std::memcpy(&hello, message.bytes.data(), sizeof hello);
+    drop_dead();  // of whom this rank may take the place
     if (!failure_.has_value()) failure_ = check(hello);
     if (failure_.has_value()) {
       Star::refuse(socket.get(), *failure_);
@@ -175,10 +177,10 @@ void Host::drop_dead() {
 }
 
 /// Tells those who have come, and for a while those who come.
-void Host::refuse_all() {
+void Host::refuse_all(const Failure& failure) {
   for (const auto& link : links_) {
     if (!link.is_open()) continue;
-    Star::refuse(link.get(), *failure_);
+    Star::refuse(link.get(), failure);
     ++num_refused_;
   }
   const base::Deadline end(std::min<std::chrono::nanoseconds>(
@@ -195,21 +197,22 @@ void Host::wait_for_all() {
     accept_new();
     read_hellos();
     drop_dead();
-    if (failure_.has_value()) break;
     const int missing = first_missing();
-    if (missing < 0) return;
-    if (deadline_.passed()) {
-      failure_ = Failure{Failure::Kind::kPeerTimeout, missing,
-                         base::str("rendezvous '", config_.path, "': rank ", missing,
-                                   " did not join within ",
-                                   base::format_duration(deadline_.timeout_ns()),
-                                   "; start every rank with the same path")};
-      break;
+    if (!failure_.has_value() && missing < 0) return;
+    if (!failure_.has_value() && deadline_.passed()) {
+      failure_ =
+          Failure{Failure::Kind::kPeerTimeout, missing,
+                  base::str("rendezvous '", config_.path, "': rank ", missing,
+                            " did not join within ", base::format_duration(deadline_.timeout_ns()),
+                            "; start every rank with the same path")};
+    }
+    if (failure_.has_value()) {
+      const Failure failure = *failure_;
+      refuse_all(failure);
+      failure.raise();
     }
     wait_for_event(std::min<std::int64_t>(deadline_.remaining_ns(), 50'000'000));
   }
-  refuse_all();
-  failure_->raise();
 }
 
 /// Connects to rank 0, which may not be there yet.
@@ -224,9 +227,8 @@ base::FileDescriptor reach_host(const RendezvousConfig& config, base::Deadline d
       throw_system_failure(base::str("rendezvous: connect to ", config.path), code);
     }
     if (deadline.passed()) {
-      if (code == ECONNREFUSED) remove_dead_socket(config.path);
-      throw PeerTimeout(base::str("rendezvous '", config.path,
-                                  "': rank 0 did not open it within ",
+      if (code == ECONNREFUSED) (void)remove_dead_socket(config.path);
+      throw PeerTimeout(base::str("rendezvous '", config.path, "': rank 0 did not open it within ",
                                   base::format_duration(deadline.timeout_ns()),
                                   "; start every rank with the same path"),
                         0);
@@ -248,11 +250,9 @@ std::unique_ptr<Group> join_as_peer(const RendezvousConfig& config, base::Deadli
   std::memcpy(bytes.data(), &hello, sizeof hello);
   (void)send_message(socket.get(), bytes, {}, deadline);  // a failure shows when the answer is read
   try {
-    const auto length = std::chrono::nanoseconds(deadline.remaining_ns());
-    return ProcessGroup::join(config.rank, config.num_ranks, std::move(socket),
-                              base::Deadline(length + kAnswerGrace));
+    return ProcessGroup::join(config.rank, config.num_ranks, std::move(socket), deadline);
   } catch (...) {
-    remove_dead_socket(config.path);
+    (void)remove_dead_socket(config.path);
     throw;
   }
 }

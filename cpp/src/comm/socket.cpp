@@ -176,7 +176,10 @@ int listen_at(int socket, const std::string& path, int backlog) {
 }
 
 base::FileDescriptor accept_from(int listener) {
-  return base::FileDescriptor(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  base::FileDescriptor fd(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  const bool is_none = errno == EAGAIN || errno == EINTR || errno == ECONNABORTED;
+  if (!fd.is_open() && !is_none) throw_system_failure("rendezvous: accept", errno);
+  return fd;
 }
 
 PeerCredentials peer_credentials(int socket) {

@@ -16,7 +16,7 @@
 namespace fanfold::comm {
 
 constexpr std::size_t kMaxMessageBytes = std::size_t{32} << 10;
-constexpr std::size_t kMaxMessageFds = 128;  // the kernel takes 253
+constexpr std::size_t kMaxMessageFds = 16;  // the kernel takes 253
 
 struct Message {
   std::string bytes;
@@ -48,6 +48,7 @@ int connect_to(int socket, const std::string& path);
 /// @throws InvalidArgument  the path is too long for a socket.
 int listen_at(int socket, const std::string& path, int backlog);
 /// The next connection, not open when none waits.
+/// @throws SystemFailure  such as too many open files.
 base::FileDescriptor accept_from(int listener);
 
 /// The process at the other end, as the kernel saw it when it connected or began to listen.

@@ -17,8 +17,10 @@
 namespace fanfold::comm {
 namespace {
 
-constexpr std::uint32_t kMagic = 0x66616e31;      // "fan1"
-constexpr std::int64_t kPollNs = 20'000'000;      // between two looks at who is gone
+constexpr std::uint32_t kMagic = 0x66616e31;  // "fan1"
+constexpr std::int64_t kPollNs = 20'000'000;  // between two looks at who is gone
+// A rank waits longer than rank 0, to learn from it who is late.
+constexpr std::chrono::milliseconds kAnswerGrace{300};
 constexpr std::size_t kMaxFailureBytes = 8192;  // of a message's text
 
 enum class Kind : std::uint32_t { kParcel, kEnd, kFailedEnd, kDone, kFailure };
@@ -30,10 +32,10 @@ Failure lost(const std::string& call, int rank, const std::string& reason) {
 }
 
 Failure late(const std::string& call, int rank, base::Deadline deadline) {
-  return {Failure::Kind::kPeerTimeout, rank,
-          base::str(call, ": rank ", rank, " did not arrive within ",
-                    base::format_duration(deadline.timeout_ns()),
-                    "; every rank must make this call")};
+  return {
+      Failure::Kind::kPeerTimeout, rank,
+      base::str(call, ": rank ", rank, " did not arrive within ",
+                base::format_duration(deadline.timeout_ns()), "; every rank must make this call")};
 }
 
 Failure gave_up(const std::string& call, int rank) {
@@ -43,6 +45,7 @@ Failure gave_up(const std::string& call, int rank) {
 
 std::vector<int> numbers_of(const std::vector<base::FileDescriptor>& fds) {
   std::vector<int> numbers;
+  numbers.reserve(fds.size());
   for (const auto& fd : fds) numbers.push_back(fd.get());
   return numbers;
 }
@@ -98,22 +101,24 @@ void Star::refuse(int socket, const Failure& failure) {
   (void)send_message(socket, head.with(cut.encode()), {}, base::Deadline(std::chrono::seconds(0)));
 }
 
-std::vector<Parcel> Star::exchange(const std::string& call, std::vector<Parcel> parcels,
+std::vector<Parcel> Star::exchange(Phase phase, const std::string& call,
+                                   std::vector<Parcel> parcels,
                                    const std::optional<Failure>& failure, LostReason lost_reason,
                                    base::Deadline deadline) {
+  number_ = phase == Phase::kGather ? 2 * num_calls_++ : 2 * num_calls_ - 1;
   if (rank_ == 0) return exchange_as_hub(call, std::move(parcels), failure, lost_reason, deadline);
-  return exchange_as_leaf(call, std::move(parcels), failure, lost_reason, deadline);
+  return exchange_as_leaf(call, parcels, failure, lost_reason, deadline);
 }
 
-std::vector<Parcel> Star::exchange_as_leaf(const std::string& call, std::vector<Parcel> parcels,
+std::vector<Parcel> Star::exchange_as_leaf(const std::string& call,
+                                           const std::vector<Parcel>& parcels,
                                            const std::optional<Failure>& failure,
                                            LostReason lost_reason, base::Deadline deadline) {
-  const std::int64_t number = num_calls_++;
   const int link = links_.front().get();
   IoStatus status = IoStatus::kDone;
   const auto send = [&](Kind kind, int destination, const std::string& bytes,
                         const std::vector<int>& fds) {
-    const Head head{kMagic, kind, rank_, destination, number};
+    const Head head{kMagic, kind, rank_, destination, number_};
     // After a failed send the answer may still tell why.
     if (status == IoStatus::kDone) status = send_message(link, head.with(bytes), fds, deadline);
   };
@@ -125,20 +130,24 @@ std::vector<Parcel> Star::exchange_as_leaf(const std::string& call, std::vector<
     }
     send(Kind::kEnd, 0, call, {});
   }
+  const base::Deadline patience(std::min(std::chrono::nanoseconds::max() - kAnswerGrace,
+                                         std::chrono::nanoseconds(deadline.remaining_ns())) +
+                                kAnswerGrace);
   std::vector<Parcel> received;
   for (;;) {
+    // Asked first: what rank 0 sent before it left has arrived by then.
+    const std::string reason = lost_reason(0);
     Message message;
     status = receive_message(link, &message);
     if (status == IoStatus::kClosed) lost(call, 0, "its connection ended").raise();
     if (status == IoStatus::kLate) {
-      const std::string reason = lost_reason(0);
       if (!reason.empty()) lost(call, 0, reason).raise();
-      if (deadline.passed()) late(call, 0, deadline).raise();
-      wait_readable(link, std::min(kPollNs, deadline.remaining_ns()));
+      if (patience.passed()) late(call, 0, deadline).raise();
+      wait_readable(link, std::min(kPollNs, patience.remaining_ns()));
       continue;
     }
     Head head{};
-    if (!head.take_from(&message.bytes) || head.number < number) continue;
+    if (!head.take_from(&message.bytes) || head.number < number_) continue;
     if (head.kind == Kind::kDone) return received;
     if (head.kind == Kind::kFailure) {
       const Failure told = Failure::decode(message.bytes);
@@ -169,7 +178,7 @@ std::vector<Parcel> Star::exchange_as_hub(const std::string& call, std::vector<P
   if (!problem.has_value()) problem = first_problem(call, gathered);
   if (problem.has_value()) {
     problem->message.resize(std::min(problem->message.size(), kMaxFailureBytes));
-    const Head head{kMagic, Kind::kFailure, 0, 0, num_calls_++};
+    const Head head{kMagic, Kind::kFailure, 0, 0, number_};
     for (const auto& link : links_) {
       if (!link.is_open()) continue;
       // Does not wait: a rank whose socket is full reads older answers first and then times out.
@@ -179,7 +188,6 @@ std::vector<Parcel> Star::exchange_as_hub(const std::string& call, std::vector<P
     problem->raise();
   }
   deliver(call, &gathered, deadline);
-  ++num_calls_;
   std::vector<Parcel> received;
   for (int source = 1; source < num_ranks_; ++source) {
     for (auto& sent : gathered.parcels[index(source)]) {
@@ -198,10 +206,11 @@ std::optional<Failure> Star::gather(const std::string& call, Gathered* gathered,
     int first_missing = -1;
     for (int rank = 1; rank < num_ranks_; ++rank) {
       if (gathered->ended[index(rank)]) continue;
+      // Asked first: what the rank sent before it left has arrived by then.
+      const std::string reason = lost_reason(rank);
       std::optional<Failure> problem = take_in(rank, call, gathered);
       if (problem.has_value()) return problem;
       if (gathered->ended[index(rank)]) continue;
-      const std::string reason = lost_reason(rank);
       if (!reason.empty()) return lost(call, rank, reason);
       if (first_missing < 0) first_missing = rank;
       waiting.push_back({links_[index(rank)].get(), POLLIN, 0});
@@ -221,13 +230,13 @@ std::optional<Failure> Star::take_in(int rank, const std::string& call, Gathered
     IoStatus status = peek_message(link, &head, sizeof head);
     if (status == IoStatus::kLate) return std::nullopt;
     // A later exchange: the rank gave this one up. What it sent stays for then.
-    if (status == IoStatus::kDone && head.number > num_calls_) return gave_up(call, rank);
+    if (status == IoStatus::kDone && head.number > number_) return gave_up(call, rank);
     Message message;
     if (status == IoStatus::kDone) status = receive_message(link, &message);
     if (status != IoStatus::kDone || !head.take_from(&message.bytes)) {
       return lost(call, rank, "its connection ended");
     }
-    if (head.number < num_calls_) continue;
+    if (head.number < number_) continue;
     if (message.lost_fds) {
       return Failure{Failure::Kind::kSystemFailure, EMFILE,
                      base::str(call, ": rank 0 lost a descriptor; raise its limit of open files")};
@@ -256,8 +265,8 @@ std::optional<Failure> Star::first_problem(const std::string& call,
     const std::string& other = gathered.calls[index(rank)];
     if (other == call) continue;
     return Failure{Failure::Kind::kInvalidArgument, 0,
-                   base::str("expected the same call on every rank, got '", call, "' on rank 0 and '",
-                             other, "' on rank ", rank)};
+                   base::str("expected the same call on every rank, got '", call,
+                             "' on rank 0 and '", other, "' on rank ", rank)};
   }
   return std::nullopt;
 }
@@ -271,22 +280,19 @@ void Star::deliver(const std::string& call, Gathered* gathered, base::Deadline d
       for (const auto& sent : gathered->parcels[index(source)]) {
         const bool is_for_all = sent.destination == Parcel::kEveryone && source != rank;
         if (sent.destination != rank && !is_for_all) continue;
-        const Head head{kMagic, Kind::kParcel, source, rank, num_calls_};
+        const Head head{kMagic, Kind::kParcel, source, rank, number_};
         if (status == IoStatus::kDone) {
           status = send_message(link, head.with(sent.parcel.bytes), numbers_of(sent.parcel.fds),
                                 deadline);
         }
       }
     }
-    const Head done{kMagic, Kind::kDone, 0, rank, num_calls_};
+    const Head done{kMagic, Kind::kDone, 0, rank, number_};
     if (status == IoStatus::kDone) status = send_message(link, done.with(""), {}, deadline);
     // A rank that died meanwhile is found by the next exchange.
     if (status == IoStatus::kLate && late_rank < 0) late_rank = rank;
   }
-  if (late_rank >= 0) {
-    ++num_calls_;
-    late(call, late_rank, deadline).raise();
-  }
+  if (late_rank >= 0) late(call, late_rank, deadline).raise();
 }
 
 void Star::shut_down() noexcept {

@@ -3,10 +3,12 @@
 
 // Collective exchange of small messages and descriptors between processes.
 //
-// Every rank has one socket to rank 0, the hub, which passes everything on. Used when memory is shared
-// and groups are made, never by a collective of the user. The hub first takes everything in and then
-// sends, while the others first send and then read: no full socket can block both ends.
-// Each exchange has a number; what is left of one that a rank gave up is recognised and dropped.
+// Every rank has one socket to rank 0, the hub, which passes everything on. Used when memory is
+// shared and groups are made, never by a collective of the user. The hub first takes everything in
+// and then sends, while the others first send and then read: no full socket can block both ends. A
+// collective call consists of two exchanges, kGather and kCommit: a rank that is not content with
+// what it got says so in the second. Each exchange has a number, the same on all ranks even when
+// some gave up half-way; what is left of an earlier one is recognised and dropped.
 
 #include <cstddef>
 #include <cstdint>
@@ -47,11 +49,14 @@ class Star {
   /// Fails exchange 0 of the process at the other end of `socket`. Does not wait.
   static void refuse(int socket, const Failure& failure);
 
-  /// Collective: delivers all parcels, in the order of their sources. `call` must be the same on all
-  /// ranks and names the exchange in messages. A rank that could not prepare its part gives `failure`.
+  enum class Phase : std::uint8_t { kGather, kCommit };
+
+  /// Collective: delivers all parcels, in the order of their sources. `call` must be the same on
+  /// all ranks and names the exchange in messages. A rank that could not prepare its part gives
+  /// `failure`.
   /// @throws whatever any rank gave as its failure, on every rank; PeerTimeout, PeerLost,
   ///         PeerAborted (this rank came too late), InvalidArgument (the calls differ).
-  std::vector<Parcel> exchange(const std::string& call, std::vector<Parcel> parcels,
+  std::vector<Parcel> exchange(Phase phase, const std::string& call, std::vector<Parcel> parcels,
                                const std::optional<Failure>& failure, LostReason lost_reason,
                                base::Deadline deadline);
 
@@ -64,7 +69,7 @@ class Star {
   std::vector<Parcel> exchange_as_hub(const std::string& call, std::vector<Parcel> parcels,
                                       const std::optional<Failure>& failure, LostReason lost_reason,
                                       base::Deadline deadline);
-  std::vector<Parcel> exchange_as_leaf(const std::string& call, std::vector<Parcel> parcels,
+  std::vector<Parcel> exchange_as_leaf(const std::string& call, const std::vector<Parcel>& parcels,
                                        const std::optional<Failure>& failure,
                                        LostReason lost_reason, base::Deadline deadline);
   std::optional<Failure> gather(const std::string& call, Gathered* gathered, LostReason lost_reason,
@@ -76,6 +81,7 @@ class Star {
   int rank_;
   int num_ranks_;
   std::int64_t num_calls_ = 0;
+  std::int64_t number_ = 0;  // of the present exchange
   std::vector<base::FileDescriptor> links_;
 };
 

@@ -26,8 +26,7 @@ std::string describe(const std::vector<std::int64_t>& counts) {
 
 void check_tensor(const char* name, const TensorView& view) {
   if (view.device != DeviceType::kCpu) {
-    throw InvalidArgument(
-        base::str(name, ": expected a tensor on cpu, got ", view.describe()));
+    throw InvalidArgument(base::str(name, ": expected a tensor on cpu, got ", view.describe()));
   }
   if (view.ndim < 1) {
     throw InvalidArgument(

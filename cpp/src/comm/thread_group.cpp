@@ -47,6 +47,7 @@ struct ThreadGroup::Shared {
 std::vector<std::unique_ptr<Group>> ThreadGroup::create(int num_ranks) {
   const auto shared = std::make_shared<Shared>(num_ranks);
   std::vector<std::unique_ptr<Group>> ranks;
+  ranks.reserve(static_cast<std::size_t>(num_ranks));
   for (int rank = 0; rank < num_ranks; ++rank) {
     ranks.push_back(std::make_unique<ThreadGroup>(rank, shared));
   }
@@ -113,8 +114,8 @@ std::shared_ptr<ThreadGroup::Meeting> ThreadGroup::meet(Offer offer, base::Deadl
   if (++meeting->num_arrived == num_ranks_) shared_->meetings.erase(number);
   if (meeting->failure.has_value()) {
     const std::string reason = "gave up waiting for this rank";
-    throw PeerAborted(base::str(call, ": rank ", meeting->failed_by, " ", reason), meeting->failed_by,
-                      reason);
+    throw PeerAborted(base::str(call, ": rank ", meeting->failed_by, " ", reason),
+                      meeting->failed_by, reason);
   }
   meeting->offers[static_cast<std::size_t>(rank_)] = std::move(offer);
   shared_->changed.notify_all();
@@ -123,8 +124,8 @@ std::shared_ptr<ThreadGroup::Meeting> ThreadGroup::meet(Offer offer, base::Deadl
     if (meeting->failure.has_value()) {
       shared_->changed.notify_all();
     } else {
-      shared_->changed.wait_until(lock, std::chrono::steady_clock::time_point(
-                                            std::chrono::nanoseconds(deadline.at_ns())));
+      shared_->changed.wait_until(
+          lock, std::chrono::steady_clock::time_point(std::chrono::nanoseconds(deadline.at_ns())));
     }
   }
   if (meeting->failure.has_value()) meeting->failure->raise();

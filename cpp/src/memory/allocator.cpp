@@ -70,8 +70,8 @@ std::vector<Allocator::Impl::Cached>::iterator Allocator::Impl::smallest_fit(std
   auto best = cache_.end();
   for (auto it = cache_.begin(); it != cache_.end(); ++it) {
     if (it->bytes() < bytes) continue;
-    if (best == cache_.end() || std::make_pair(it->bytes(), it->id) <
-                                    std::make_pair(best->bytes(), best->id)) {
+    if (best == cache_.end() ||
+        std::make_pair(it->bytes(), it->id) < std::make_pair(best->bytes(), best->id)) {
       best = it;
     }
   }
@@ -111,8 +111,8 @@ SymmetricMemory Allocator::Impl::allocate(std::int64_t bytes, std::int64_t zero_
   if (may_reuse) {
     Cached cached = std::move(*fit);
     cache_.erase(fit);
-    const auto block = std::make_shared<SymmetricMemory::Block>(std::move(cached.windows),
-                                                                cached.id, ledger_);
+    const auto block =
+        std::make_shared<SymmetricMemory::Block>(std::move(cached.windows), cached.id, ledger_);
     ledger_->reuse_block(block->bytes());
     zero(block->windows, zero_bytes, deadline);
     return SymmetricMemory(block);
@@ -170,16 +170,10 @@ SymmetricMemory Allocator::allocate(std::int64_t bytes, std::int64_t zero_bytes,
   return impl.allocate(bytes, zero_bytes, impl.communicator().deadline(timeout));
 }
 
-void Allocator::free(const SymmetricMemory& memory) {
-  checked(impl_).free(memory);
-}
+void Allocator::free(const SymmetricMemory& memory) { checked(impl_).free(memory); }
 
-void Allocator::trim() {
-  checked(impl_).trim();
-}
+void Allocator::trim() { checked(impl_).trim(); }
 
-AllocatorStats Allocator::stats() const {
-  return checked(impl_).stats();
-}
+AllocatorStats Allocator::stats() const { return checked(impl_).stats(); }
 
 }  // namespace fanfold

@@ -89,8 +89,7 @@ int SymmetricMemory::num_ranks() const { return static_cast<int>(checked(block_)
 std::byte* SymmetricMemory::data(int rank) const {
   const Block& block = checked(block_);
   if (rank < 0 || rank >= num_ranks()) {
-    throw InvalidArgument(
-        base::str("rank: expected 0 to ", num_ranks() - 1, ", got ", rank));
+    throw InvalidArgument(base::str("rank: expected 0 to ", num_ranks() - 1, ", got ", rank));
   }
   return block.windows[static_cast<std::size_t>(rank)]->data();
 }

@@ -17,11 +17,11 @@ namespace memory {
 /// The counts of one allocator. Outlives it while blocks are out.
 class Ledger {
  public:
-  void add_block(std::int64_t bytes);     // new from the system and given out
-  void reuse_block(std::int64_t bytes);   // from the cache and given out
-  void cache_block(std::int64_t bytes);   // back into the cache
-  void drop_block(std::int64_t bytes);    // released without `free`
-  void trim_block(std::int64_t bytes);    // from the cache to the system
+  void add_block(std::int64_t bytes);    // new from the system and given out
+  void reuse_block(std::int64_t bytes);  // from the cache and given out
+  void cache_block(std::int64_t bytes);  // back into the cache
+  void drop_block(std::int64_t bytes);   // released without `free`
+  void trim_block(std::int64_t bytes);   // from the cache to the system
   AllocatorStats stats() const;
 
  private:
@@ -33,9 +33,9 @@ class Ledger {
 
 }  // namespace memory
 
-/// One lease of a window per rank. A cached block that is given out again is a new lease, so that what is
-/// left of the old one cannot free it.
-/// Threads: released by any; otherwise as its allocator.
+/// One lease of a window per rank. A cached block that is given out again is a new lease, so that
+/// what is left of the old one cannot free it. Threads: released by any; otherwise as its
+/// allocator.
 struct SymmetricMemory::Block {
   Block(comm::Windows windows, std::int64_t id, std::shared_ptr<memory::Ledger> ledger);
   /// Counts the block as dropped if it was not freed.
