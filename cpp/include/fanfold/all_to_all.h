@@ -43,7 +43,8 @@ struct FANFOLD_EXPORT DispatchInputs {
 /// Inputs of one combine.
 struct FANFOLD_EXPORT CombineInputs {
   /// The experts' rows in the layout of the dispatch: [R, m, H], [sum of T, H] or [L, R*m, H];
-  /// float32, float16 or bfloat16; H * size <= combine_row_bytes, equal on all ranks.
+  /// float32, float16 or bfloat16; H * size of combine_dtype <= combine_row_bytes, H equal on all
+  /// ranks.
   TensorView y;
   TensorView out;           ///< [T, H] float32, float16 or bfloat16; overwritten
   TensorView topk_weights;  ///< weighting kOrigin: optional [T, K] float32 in place of dispatch's
@@ -143,8 +144,8 @@ class FANFOLD_EXPORT AllToAll {
   /// Ends a round without a combine. Every rank must do so. Does not wait.
   void release(const Round& round);
 
-  /// Writes `ids` [R, m, K] (or any [..., K] with counts over the first dimension) to `out`,
-  /// overwriting ids as `policy` says. `counts` [R] int32: rows with a token in each [r].
+  /// Writes `ids` [R, m, K] (or [rows, K]) to `out`, overwriting ids as `policy` says. `counts`
+  /// int32 [R] (or [1]): rows with a token in each [r].
   /// Local; `out` may be `ids`.
   void sanitize(const TensorView& ids, const TensorView& counts, std::int64_t invalid_expert_id,
                 SanitizePolicy policy, const TensorView& out) const;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "base/format.h"
 #include "fanfold/error.h"
@@ -128,6 +129,20 @@ void check_routing(const exchange::Exchange& exchange, const DispatchInputs& in)
   }
 }
 
+/// Whether ids of `dtype` can be `value`; uint32 also takes the negative ids that wrap to it.
+bool holds(DType dtype, std::int64_t value) noexcept {
+  switch (dtype) {
+    case DType::kInt16:
+      return value >= INT16_MIN && value <= INT16_MAX;
+    case DType::kInt64:
+      return true;
+    case DType::kUInt32:
+      return value >= INT32_MIN && value <= UINT32_MAX;
+    default:
+      return value >= INT32_MIN && value <= INT32_MAX;
+  }
+}
+
 std::string shape_text(const exchange::Exchange& exchange, const exchange::Slot& slot) {
   const std::int64_t m = slot.round_max_tokens;
   switch (exchange.config().layout) {
@@ -216,10 +231,13 @@ void check_results(exchange::Exchange& exchange, const exchange::Slot& slot,
       !is_summable(y.dtype)) {
     fail("y", "float32, float16 or bfloat16 " + shape_text(exchange, slot), y.describe());
   }
-  check_combine_row(exchange, wanted.shape[static_cast<std::size_t>(y.ndim - 1)], y.dtype);
+  // Rows that are staged need only room for what travels.
+  const bool staged = y.num_elements() == 0 || !exchange.owns(y.data);
+  check_combine_row(exchange, wanted.shape[static_cast<std::size_t>(y.ndim - 1)],
+                    staged ? exchange.combine_dtype() : y.dtype);
   if (!y.is_contiguous()) fail("y", "a contiguous tensor", "other strides");
   if (y.num_elements() > 0 && y.data == nullptr) fail("y", "data", "a null pointer");
-  if (y.num_elements() == 0 || !exchange.owns(y.data)) return;
+  if (staged) return;
   const std::string here = str("the combine buffer of round ", slot.round);
   if (y.data != wanted.data) {
     std::string got = "other memory of this AllToAll";
@@ -267,6 +285,11 @@ void check_sanitize(const TensorView& ids, const TensorView& counts, std::int64_
     fail("ids", "int16, int32, int64 or uint32 [num_ranks, rows, top_k] or [rows, top_k]",
          ids.describe());
   }
+  for (const auto& [name, view] :
+       {std::pair("ids", ids), std::pair("counts", counts), std::pair("out", out)}) {
+    check_on_cpu(name, view);
+    if (view.num_elements() > 0 && view.data == nullptr) fail(name, "data", "a null pointer");
+  }
   const auto last = static_cast<std::size_t>(ids.ndim - 1);
   if (ids.shape[last] > 1 && ids.strides[last] != 1) {
     fail("ids", "contiguous rows", "strides that skip within a row");
@@ -286,10 +309,7 @@ void check_sanitize(const TensorView& ids, const TensorView& counts, std::int64_
     if (values[i] >= 0 && values[i] <= num_rows) continue;
     fail("counts", str("values in [0, ", num_rows, "]"), str(values[i], " at ", i));
   }
-  const bool fits = ids.dtype == DType::kInt16
-                        ? invalid_expert_id >= INT16_MIN && invalid_expert_id <= INT16_MAX
-                        : invalid_expert_id >= INT32_MIN && invalid_expert_id <= INT32_MAX;
-  if (!fits) {
+  if (!holds(ids.dtype, invalid_expert_id)) {
     fail("invalid_expert_id", str("a value that ", name_of(ids.dtype), " holds"),
          str(invalid_expert_id));
   }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Scalar conversions between float32 and the 16-bit types: the definition that every instruction set
-// is compared with. Round to nearest even by integer arithmetic; subnormals kept; NaN stays NaN.
+// Scalar conversions between float32 and the 16-bit types: the definition that every instruction
+// set is compared with. Round to nearest even by integer arithmetic; subnormals kept; NaN stays
+// NaN.
 
 #include <cstdint>
 #include <cstring>

@@ -4,6 +4,7 @@
 // Building messages.
 
 #include <cstdint>
+#include <locale>
 #include <sstream>
 #include <string>
 
@@ -13,6 +14,7 @@ namespace fanfold::base {
 template <class... Parts>
 std::string str(const Parts&... parts) {
   std::ostringstream out;
+  out.imbue(std::locale::classic());  // texts are compared between ranks
   (out << ... << parts);
   return out.str();
 }

@@ -84,7 +84,7 @@ void Channel::run(const Call& call, base::Deadline deadline,
   check_usable(call.name);
   try {
     // Nothing is published after an abort: a peer must not take it for a sign that all is well.
-    control_.throw_if_aborted({rank_, call.name, -1});
+    control_.throw_if_aborted({rank_, call.name, round_});
     run_steps(call, deadline, check, fill, drain);
   } catch (const InvalidArgument&) {
     throw;  // every rank throws it in the same step: nothing is out of order
@@ -153,7 +153,7 @@ void Channel::step(const char* call, base::Deadline deadline) {
     const int peer = (rank_ + i) % num_ranks_;
     const std::atomic<std::uint64_t>& seq = seq_line(peer).seq;
     control_.wait([&seq, next] { return seq.load(std::memory_order_acquire) >= next; },
-                  {peer, call, -1}, deadline);
+                  {peer, call, round_}, deadline);
   }
 }
 

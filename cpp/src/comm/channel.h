@@ -95,6 +95,8 @@ class Channel {
   /// Waits until every rank has closed or is gone.
   void close(base::Deadline deadline);
   Control& control() noexcept { return control_; }
+  /// The round that the next calls belong to, for messages; -1: none.
+  void set_round(std::int64_t round) noexcept { round_ = round; }
 
  private:
   struct SeqLine;
@@ -161,6 +163,7 @@ class Channel {
   std::int64_t half_bytes_;
   std::uint64_t step_ = 0;  // the last step that this rank has published
   std::vector<const void*> rows_;
+  std::int64_t round_ = -1;
   bool needs_reset_ = false;
   std::optional<Failure> lost_;
 };

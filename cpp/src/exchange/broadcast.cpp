@@ -154,6 +154,7 @@ void Broadcast::gather_everything(Slot& slot, const DispatchCall& call) {
 }
 
 void Broadcast::dispatch_send(Slot& slot, const DispatchCall& call) {
+  channel_->set_round(slot.round);
   exchange_headers(slot, call);
   hook_.step();
   gather_everything(slot, call);
@@ -286,6 +287,7 @@ void Broadcast::combine_send(Slot& slot, const CombineCall& call) {
 // Each rank's rows go to everyone, one rank after the other; what belongs to this rank's tokens is
 // one block of them.
 void Broadcast::combine_recv(Slot& slot, const CombineCall& call) {
+  channel_->set_round(slot.round);
   exec::SumRowsParams params = sum_params(slot, *call.inputs);
   const auto kind = static_cast<std::int64_t>(call.inputs->release);
   const auto values = channel_->all_gather_values({params.hidden, kind}, call.deadline, "combine");
@@ -331,6 +333,7 @@ void Broadcast::combine_recv(Slot& slot, const CombineCall& call) {
 }
 
 std::uint64_t Broadcast::reset(std::uint64_t max_epoch, base::Deadline deadline) {
+  channel_->set_round(-1);
   channel_->reset(deadline);
   const auto epochs = channel_->all_gather_values({static_cast<std::int64_t>(max_epoch)}, deadline,
                                                   "reset of an AllToAll");

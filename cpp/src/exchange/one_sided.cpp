@@ -129,8 +129,14 @@ void OneSided::wait_for(const Slot& slot, std::int64_t offset, const exec::FlagF
 }
 
 void OneSided::settle(Slot& slot, base::Deadline deadline) {
-  wait_for(slot, workspace_.combine_flags_offset, combine_fields(slot, exec::CallKind::kRelease, 0),
-           "release", deadline);
+  // The mask may have changed since: who was left out then has no flag, who is left out now is
+  // gone.
+  std::vector<bool> both = active_;
+  for (std::size_t rank = 0; rank < both.size(); ++rank) {
+    both[rank] = both[rank] && slot.released_to[rank];
+  }
+  collect_lines(slot, workspace_.combine_flags_offset, /*mine=*/true);
+  backend_->wait_flags({lines_.data(), slot.released, &both, "release", slot.round, deadline});
 }
 
 void OneSided::dispatch_send(Slot& slot, const DispatchCall& call) {
@@ -206,8 +212,9 @@ void OneSided::combine_recv(Slot& slot, const CombineCall& call) {
 
 void OneSided::release(Slot& slot) {
   poison_received(slot);
-  announce(slot, workspace_.combine_flags_offset,
-           combine_fields(slot, exec::CallKind::kRelease, 0));
+  slot.released = combine_fields(slot, exec::CallKind::kRelease, 0);
+  slot.released_to = active_;
+  announce(slot, workspace_.combine_flags_offset, slot.released);
 }
 
 void OneSided::check() const {

@@ -73,6 +73,8 @@ struct Slot {
   bool keeps_open = false;         // the combine under way does not end the round
   std::int64_t hidden = 0;         // of the combine under way
   exec::FlagFields sent;           // the dispatch flag of this rank
+  exec::FlagFields released;       // the flag with which this rank released the round
+  std::vector<bool> released_to;   // the ranks that were active then
 
   std::int64_t round_max_tokens = 0;  // m
   std::int64_t num_gathered = 0;      // sum of T (gathered)

@@ -40,7 +40,7 @@ struct FlagFields {
   std::uint32_t num_tokens = 0;         // T of the sender
   std::uint32_t num_rows = 0;           // rows for the reader
   std::uint32_t num_payloads = 0;       // or the hidden size of a combine
-  std::uint64_t digest = 0;             // of the payload set, or of the combine's row type
+  std::uint64_t digest = 0;             // of the payload set; 0 for a combine
   std::uint32_t placement_version = 0;  // of the sender's placement
   std::uint32_t mask_digest = 0;        // of the sender's active mask
   std::uint64_t routing = 0;            // identity of the routing that is re-used

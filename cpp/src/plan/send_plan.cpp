@@ -53,7 +53,7 @@ std::optional<BadId> build(const TensorView& topk_ids, std::int64_t num_tokens,
   const auto* rows = static_cast<const Id*>(topk_ids.data);
   const std::int64_t stride = topk_ids.strides[0];
   plan.ids.resize(static_cast<std::size_t>(num_tokens * top_k));
-  std::vector<std::int32_t> ranks(static_cast<std::size_t>(top_k) + 1);
+  std::int32_t* ranks = plan.scratch.data();
   for (std::int64_t token = 0; token < num_tokens; ++token) {
     const Id* in = rows + token * stride;
     std::int32_t* out = plan.ids.data() + token * top_k;
@@ -73,10 +73,10 @@ std::optional<BadId> build(const TensorView& topk_ids, std::int64_t num_tokens,
         continue;
       }
       out[k] = static_cast<std::int32_t>(id);
-      count = insert_rank(ranks.data(), count, map.rank_of[static_cast<std::size_t>(id)]);
+      count = insert_rank(ranks, count, map.rank_of[static_cast<std::size_t>(id)]);
     }
     for (int i = 0; i < count; ++i) {
-      const std::int32_t rank = ranks[static_cast<std::size_t>(i)];
+      const std::int32_t rank = ranks[i];
       if (active[static_cast<std::size_t>(rank)]) add_target(plan, rank, token);
     }
     plan.target_begin.push_back(static_cast<std::int64_t>(plan.targets.size()));
@@ -88,6 +88,7 @@ std::optional<BadId> build(const TensorView& topk_ids, std::int64_t num_tokens,
 
 void reserve_send_plan(SendPlan& plan, const ExpertMap& map, int top_k, std::int64_t max_tokens) {
   const std::int64_t per_token = std::min<std::int64_t>(top_k, map.num_ranks);
+  plan.scratch.resize(static_cast<std::size_t>(top_k) + 1);
   plan.top_k = top_k;
   plan.capacity = max_tokens;
   plan.ids.reserve(static_cast<std::size_t>(max_tokens * top_k));

@@ -30,6 +30,7 @@ struct SendPlan {
   std::vector<std::int32_t> rows_per_rank;   // [R]
   std::vector<std::int32_t> tokens_by_rank;  // [R, M]; the first rows_per_rank[r] of [r]
   std::int64_t num_dropped = 0;
+  std::vector<std::int32_t> scratch;  // [K+1]
 
   const std::int32_t* tokens_for(int rank) const noexcept {
     return tokens_by_rank.data() + rank * capacity;

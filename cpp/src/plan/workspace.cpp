@@ -4,7 +4,9 @@
 #include <algorithm>
 
 #include "base/byte_math.h"
+#include "base/format.h"
 #include "fanfold/all_to_all.h"
+#include "fanfold/error.h"
 
 namespace fanfold::plan {
 namespace {
@@ -31,6 +33,22 @@ std::int64_t payload_area_bytes(std::int64_t num_rows, std::int64_t row_bytes,
                                 std::int64_t guard) noexcept {
   const std::int64_t per_row = row_bytes + guard * AllToAll::kMaxPayloads;
   return num_rows * per_row + kRegionAlignment * AllToAll::kMaxPayloads;
+}
+
+/// Bounds all that the walk adds up from above, in floating point, where no product wraps.
+void check_size(const Workspace& w) {
+  const double rows =
+      static_cast<double>(w.max_tokens_per_rank) * w.num_ranks * std::max(1, w.max_local_experts);
+  const double payload_row = static_cast<double>(w.dispatch_row_bytes) +
+                             static_cast<double>(w.row_guard_bytes) * AllToAll::kMaxPayloads;
+  const double combine_row =
+      static_cast<double>(w.combine_row_bytes) * static_cast<double>(w.rows_per_token);
+  const double per_row = 16.0 * w.top_k + 16.0 + 3.0 * payload_row + 4.0 * combine_row;
+  if (w.max_in_flight * rows * per_row < 0x1p62) return;
+  throw InvalidArgument(base::str("workspace: expected less than 2^62 bytes, got ", w.max_in_flight,
+                                  " rounds of ", w.max_tokens_per_rank, " tokens on each of ",
+                                  w.num_ranks, " ranks with rows of ", w.dispatch_row_bytes,
+                                  " and ", w.combine_row_bytes, " bytes"));
 }
 
 void walk_slot(const AllToAllConfig& config, Workspace& w) {
@@ -109,6 +127,7 @@ Workspace walk_workspace(const AllToAllConfig& config, int num_ranks, int max_lo
   w.rows_per_token = config.weighting == Weighting::kOrigin
                          ? std::max(1, std::min(config.top_k, max_local_experts))
                          : 1;
+  check_size(w);
   walk_flags(w);
   walk_slot(config, w);
   walk_local_slot(config, w);
