@@ -19,7 +19,7 @@ struct Known {
   std::int64_t bytes;
 };
 
-const std::vector<Known> kKnown = {
+constexpr Known kKnown[] = {
     {DType::kBool, "bool", 1},
     {DType::kUInt8, "uint8", 1},
     {DType::kInt8, "int8", 1},
@@ -51,11 +51,11 @@ TEST(DTypeTest, EveryTypeHasItsSizeAndName) {
 
 TEST(DTypeTest, NoTypeIsLeftOut) {
   // The first value past the last type has no name.
-  EXPECT_STREQ(name_of(static_cast<DType>(kKnown.size())), "unknown");
-  EXPECT_EQ(size_of(static_cast<DType>(kKnown.size())), 0);
+  EXPECT_STREQ(name_of(static_cast<DType>(std::size(kKnown))), "unknown");
+  EXPECT_EQ(size_of(static_cast<DType>(std::size(kKnown))), 0);
   std::set<DType> types;
   for (const Known& known : kKnown) types.insert(known.dtype);
-  EXPECT_EQ(types.size(), kKnown.size());
+  EXPECT_EQ(types.size(), std::size(kKnown));
 }
 
 TEST(DTypeTest, OnlyThreeTypesCanBeAdded) {

@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Runs one rank's part of a round with made-up rows and compares every result with the oracle.
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "fanfold/all_to_all.h"
+#include "support/oracle.h"
+#include "support/routing_generators.h"
+
+namespace fanfold::testing {
+
+enum class Values : std::uint8_t {
+  kOrdinary,
+  kSpecial,  // also zeros of both signs, subnormals, infinities, NaN and the largest numbers
+};
+
+struct PayloadSpec {
+  DType dtype = DType::kFloat32;
+  std::vector<std::int64_t> row_shape;
+};
+
+/// One round, as every rank knows it.
+struct RoundPlan {
+  Exchange exchange;
+  std::vector<PayloadSpec> payloads;
+  std::uint64_t seed = 1;  // of payload bytes and results
+  std::int64_t hidden = 0;
+  DType y_dtype = DType::kFloat32;
+  DType combine_dtype = DType::kFloat32;
+  DType out_dtype = DType::kFloat32;
+  Values values = Values::kOrdinary;
+  bool zero_copy = true;
+  bool new_weights_at_combine = false;  // Weighting::kOrigin
+  DType id_dtype = DType::kInt64;
+  std::int64_t row_padding = 0;  // elements between the rows of every input
+  std::string label;             // for messages
+};
+
+/// A round of `config` with the hidden payload and, if the configuration has room for it, a second
+/// payload of one byte per token.
+RoundPlan make_round(const AllToAllConfig& config, int num_ranks, RoutingKind kind,
+                     std::int64_t round_max_tokens, std::uint64_t seed);
+
+/// Memory of a tensor: rows of `row_shape`, `row_padding` elements apart.
+class TensorBuffer {
+ public:
+  TensorBuffer() = default;
+  TensorBuffer(const TensorBuffer&) = delete;
+  TensorBuffer& operator=(const TensorBuffer&) = delete;
+  TensorBuffer(TensorBuffer&&) = default;
+  TensorBuffer& operator=(TensorBuffer&&) = default;
+  TensorBuffer(DType dtype, std::int64_t num_rows, const std::vector<std::int64_t>& row_shape,
+               std::int64_t row_padding = 0);
+  TensorView view() const { return view_; }
+  std::byte* row(std::int64_t index) const;
+  /// Remembers the bytes; `is_unchanged` compares with them.
+  void remember() { remembered_ = bytes_; }
+  bool is_unchanged() const { return remembered_ == bytes_; }
+
+ private:
+  std::vector<std::byte> bytes_;
+  std::vector<std::byte> remembered_;
+  TensorView view_;
+};
+
+/// Start of row `index` of a received payload or result: [rows, ...], [R, m, ...] or [L, R*m, ...],
+/// the rows counted over all dimensions but those of a row.
+std::byte* row_of(const TensorView& view, Layout layout, std::int64_t index);
+
+/// One rank's part in one round. Mismatches are gtest failures.
+class RoundRun {
+ public:
+  RoundRun(AllToAll& all_to_all, RoundPlan plan);
+
+  /// The inputs that the calls below give; a test may change them first.
+  DispatchInputs inputs;
+
+  void dispatch();
+  void dispatch_send();
+  void dispatch_recv();
+  /// Each combine of the round has results of its own.
+  void combine(bool release = true);
+  void combine_send(bool release = true);
+  void combine_recv(bool release = true);
+  void release();
+  /// Fills the results of the next combine and returns its inputs; the calls above do it
+  /// themselves. Every rank must call it equally often.
+  CombineInputs prepare_combine(bool release = true);
+
+  /// Compares what was received with the oracle once more.
+  void check_received() const;
+  const Received& received() const { return received_; }
+  const Round& handle() const { return round_; }
+  const RoundPlan& plan() const { return plan_; }
+
+ private:
+  void fill_inputs();
+  void check_payload(std::size_t index, const ExpectedRows& rows) const;
+  void check_side_tensors(const ExpectedRows& rows) const;
+  void fill_y(const TensorView& y) const;
+  void check_out() const;
+  float element(const ResultIndex& index) const;
+  std::string where() const;
+
+  AllToAll& all_to_all_;
+  RoundPlan plan_;
+  int rank_;
+  std::vector<TensorBuffer> payloads_;
+  TensorBuffer ids_;
+  TensorBuffer weights_;
+  TensorBuffer new_weights_;
+  TensorBuffer staged_y_;
+  TensorBuffer out_;
+  CombineInputs combine_inputs_;
+  std::uint64_t num_combines_ = 0;
+  Received received_;
+  Round round_;
+};
+
+}  // namespace fanfold::testing
