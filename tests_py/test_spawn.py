@@ -129,8 +129,11 @@ class TestProcesses:
             " from fanfold.testing import spawn_processes;"
             " spawn_processes(2, ranks.sleep_long, sys.argv[1])"
         )
+        folder = tmp_path / "tmp"
+        folder.mkdir()
         with subprocess.Popen(
-            [sys.executable, "-c", program, str(pids), str(Path(__file__).parent)]
+            [sys.executable, "-c", program, str(pids), str(Path(__file__).parent)],
+            env={**os.environ, "TMPDIR": str(folder)},
         ) as parent:
             deadline = time.monotonic() + 20
             while not (pids.exists() and pids.read_text().count("\n") == 2):
@@ -141,6 +144,7 @@ class TestProcesses:
             while Path(f"/proc/{pid}").exists() and "Z" not in _state(pid):
                 assert time.monotonic() < deadline, f"process {pid} lives on"
                 time.sleep(0.02)
+        assert list(folder.iterdir()) == []
 
     def test_functions_of_a_script_are_found(self, tmp_path: Path) -> None:
         script = tmp_path / "script.py"

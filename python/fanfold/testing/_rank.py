@@ -7,18 +7,21 @@ import contextlib
 import multiprocessing.spawn
 import os
 import pickle
+import shutil
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import fanfold
 from fanfold.testing.spawn import Outcome, describe_error
 
 
-def _end_with_parent() -> None:
-    """End this process when the one that started it is gone."""
+def _end_with_parent(folder: Path) -> None:
+    """End this process when the one that started it is gone, and remove what that one cannot."""
     while os.read(0, 1 << 12):
         pass
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
@@ -59,7 +62,10 @@ def main(start: dict[str, Any]) -> None:
     os.set_inheritable(result_fd, False)
     preparation, group, call = pickle.load(sys.stdin.buffer)
     multiprocessing.spawn.prepare(preparation)
-    threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
+    folder = Path(group["rendezvous"]).parent
+    threading.Thread(
+        target=_end_with_parent, args=(folder,), name="end with parent", daemon=True
+    ).start()
     outcome = _run(group, start["rank"], call)
     with os.fdopen(result_fd, "wb") as pipe:
         pipe.write(_pickled(outcome))

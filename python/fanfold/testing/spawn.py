@@ -24,7 +24,7 @@ from typing import Any
 import fanfold
 
 # After one rank failed, the others are given this long to notice.
-GRACE_S = 10.0
+GRACE_S = 20.0
 BOOT = (
     "import pickle, sys; start = pickle.load(sys.stdin.buffer); sys.path[:] = start['sys_path'];"
     " from fanfold.testing import _rank; _rank.main(start)"
@@ -279,7 +279,7 @@ def process_outcomes(
         environment: of the children; default this process's.
 
     Raises:
-        TimeoutError: a rank did not end in time, or within ten seconds of another one's failure.
+        TimeoutError: a rank did not end in time, or within twenty seconds of another one's failure.
     """
     folder = Path(tempfile.mkdtemp(prefix="fanfold-"))
     children: list[_Child] = []
