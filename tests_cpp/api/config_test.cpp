@@ -77,8 +77,6 @@ std::vector<Range> ranges() {
        }},
       {"max_in_flight", 1, 64,
        [](AllToAllConfig& c, std::int64_t v) { c.max_in_flight = static_cast<int>(v); }},
-      {"timeout in ns", 1, INT64_MAX,
-       [](AllToAllConfig& c, std::int64_t v) { c.timeout = std::chrono::nanoseconds(v); }},
       {"row_guard_bytes", 0, 4096,
        [](AllToAllConfig& c, std::int64_t v) { c.test_knobs.row_guard_bytes = v; }},
       {"dispatch_row_bytes", 1, std::int64_t{1} << 40,
@@ -86,6 +84,15 @@ std::vector<Range> ranges() {
       {"combine_row_bytes", 1, std::int64_t{1} << 40,
        [](AllToAllConfig& c, std::int64_t v) { c.combine_row_bytes = v; }},
   };
+}
+
+TEST(ConfigRangeTest, ATimeoutIsMoreThanNothing) {
+  const auto with = [](std::int64_t ns) {
+    return [ns](AllToAllConfig& c) { c.timeout = std::chrono::nanoseconds(ns); };
+  };
+  EXPECT_NO_THROW(resolve(changed(with(1)), 1));
+  EXPECT_NO_THROW(resolve(changed(with(INT64_MAX)), 1));
+  EXPECT_EQ(error_of(with(0), 1), "timeout: expected more than 0 s, got 0 us");
 }
 
 TEST(ConfigRangeTest, TheLeastAndTheGreatestValuesAreTaken) {

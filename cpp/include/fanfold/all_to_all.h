@@ -90,7 +90,7 @@ class FANFOLD_EXPORT AllToAll {
   static constexpr int kMaxTopK = 1024;
   static constexpr int kMaxRanks = 1024;
 
-  /// Allocates the workspace. Collective.
+  /// Allocates the workspace (strategy one_sided: from `allocator`, where given). Collective.
   /// @throws InvalidArgument  `config` contradicts itself (nothing was allocated), or the ranks'
   ///         configurations differ: on every rank, naming the field and both values.
   /// @throws Unsupported  the strategy lacks the layout.
@@ -102,7 +102,8 @@ class FANFOLD_EXPORT AllToAll {
   AllToAll(AllToAll&&) noexcept;
   AllToAll& operator=(AllToAll&&) noexcept;
 
-  /// Bytes that an AllToAll of this configuration holds per rank: symmetric and private.
+  /// Bytes of workspace that an AllToAll of this configuration holds per rank: symmetric and
+  /// private, exactly `workspace_bytes()`. The tables of a routing come on top.
   static std::int64_t required_bytes(int num_ranks, const AllToAllConfig& config);
 
   const AllToAllConfig& config() const;
@@ -186,6 +187,8 @@ class FANFOLD_EXPORT AllToAll {
   class Impl;
 
  private:
+  Impl& impl() const;
+
   std::unique_ptr<Impl> impl_;
 };
 

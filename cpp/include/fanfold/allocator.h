@@ -56,13 +56,16 @@ struct FANFOLD_EXPORT AllocatorStats {
 /// Allocates, caches and reuses symmetric memory of one group.
 ///
 /// Every call marked collective is made by all ranks in the same order.
-/// Threads: one call at a time. Shares the communicator's state.
+/// Threads: one call at a time. Shares the communicator's state. Copies share cache and counts;
+/// what is made with an allocator keeps a copy.
 class FANFOLD_EXPORT Allocator {
  public:
   /// Local; allocates nothing.
   explicit Allocator(Communicator& communicator);
   ~Allocator();
+  Allocator(const Allocator&);
   Allocator(Allocator&&) noexcept;
+  Allocator& operator=(const Allocator&);
   Allocator& operator=(Allocator&&) noexcept;
 
   /// A block of at least `bytes` per rank, zeroed in its first `zero_bytes` (all of it when fresh).

@@ -20,7 +20,8 @@ class FANFOLD_EXPORT Error : public std::runtime_error {
   ~Error() override;
 };
 
-/// The caller's value, shape, dtype or device does not fit. State: unchanged.
+/// The caller's value, shape, dtype or device does not fit. State: unchanged. From a receiving
+/// call: the ranks' calls differ; the AllToAll is failed until `reset()`.
 class FANFOLD_EXPORT InvalidArgument : public Error {
  public:
   explicit InvalidArgument(const std::string& message);

@@ -35,6 +35,11 @@ std::uint64_t digest_of(const std::string& text) noexcept {
 class AllToAll::Impl {
  public:
   Impl(Communicator& communicator, const AllToAllConfig& config, Allocator* allocator);
+  ~Impl() {
+    if (!closed_ && !exchange_->is_forked_child()) exchange_->leave();
+  }
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
 
   // What a call may do. Each public call holds one `Call` while it runs.
   class Call {
@@ -72,11 +77,12 @@ class AllToAll::Impl {
   Slot& slot_of(const Round& round, const char* call);
   /// … and is in the state that `call` needs.
   Slot& slot_of(const Round& round, SlotState expected, const char* call);
-  Round dispatch_send(const DispatchInputs& inputs, const exchange::DispatchCall& call);
+  Round dispatch_send(const exchange::DispatchCall& call);
   Received dispatch_recv(const Round& round, base::Deadline deadline);
   void combine_send(Slot& slot, const exchange::CombineCall& call);
   void combine_recv(Slot& slot, const exchange::CombineCall& call);
   void check_token_counts(const Slot& slot, const DispatchInputs& inputs);
+  void end_rounds();
   base::Deadline deadline(const std::optional<std::chrono::nanoseconds>& timeout) const {
     return base::Deadline(timeout.value_or(config().timeout));
   }
@@ -105,12 +111,17 @@ AllToAll::Impl::Impl(Communicator& communicator, const AllToAllConfig& config,
   const std::string encoded = api::flatten(api::encode(resolved.config));
   setup.config_digest = digest_of(encoded);
 
-  Communicator::Bytes bytes(encoded.size());
-  std::memcpy(bytes.data(), encoded.data(), encoded.size());
+  // Rank 0's birth names this creation on every rank.
+  const std::int64_t birth = base::now_ns();
+  Communicator::Bytes bytes(sizeof birth + encoded.size());
+  std::memcpy(bytes.data(), &birth, sizeof birth);
+  std::memcpy(bytes.data() + sizeof birth, encoded.data(), encoded.size());
   std::vector<std::string> by_rank;
   for (const Communicator::Bytes& other :
        communicator.all_gather_bytes(bytes, std::chrono::nanoseconds(limit.remaining_ns()))) {
-    by_rank.emplace_back(reinterpret_cast<const char*>(other.data()), other.size());
+    if (by_rank.empty()) std::memcpy(&setup.identity, other.data(), sizeof setup.identity);
+    by_rank.emplace_back(reinterpret_cast<const char*>(other.data()) + sizeof birth,
+                         other.size() - sizeof birth);
   }
   api::compare_encoded(by_rank, setup.what);
 
@@ -183,7 +194,7 @@ Slot& AllToAll::Impl::slot_of(const Round& round, SlotState expected, const char
   return slot;
 }
 
-Round AllToAll::Impl::dispatch_send(const DispatchInputs&, const exchange::DispatchCall& call) {
+Round AllToAll::Impl::dispatch_send(const exchange::DispatchCall& call) {
   const auto number = static_cast<std::int64_t>(next_epoch_ - config().test_knobs.first_epoch);
   auto& slots = exchange_->slots();
   Slot& slot = slots[static_cast<std::size_t>(number) % slots.size()];
@@ -229,6 +240,14 @@ void AllToAll::Impl::check_token_counts(const Slot& slot, const DispatchInputs& 
   }
 }
 
+void AllToAll::Impl::end_rounds() {
+  for (Slot& slot : exchange_->slots()) {
+    slot.state = SlotState::kFree;
+    slot.round = -1;
+    slot.routing.reset();
+  }
+}
+
 void AllToAll::Impl::combine_send(Slot& slot, const exchange::CombineCall& call) {
   const TensorView& y = call.inputs->y;
   slot.keeps_open = !call.inputs->release;
@@ -246,210 +265,214 @@ void AllToAll::Impl::combine_recv(Slot& slot, const exchange::CombineCall& call)
 AllToAll::AllToAll(Communicator& communicator, const AllToAllConfig& config, Allocator* allocator)
     : impl_(std::make_unique<Impl>(communicator, config, allocator)) {}
 
-AllToAll::~AllToAll() {
-  if (impl_ && !impl_->closed_ && !impl_->exchange_->is_forked_child()) impl_->exchange_->leave();
-}
+AllToAll::~AllToAll() = default;
 
 AllToAll::AllToAll(AllToAll&&) noexcept = default;
 AllToAll& AllToAll::operator=(AllToAll&&) noexcept = default;
+
+AllToAll::Impl& AllToAll::impl() const {
+  if (!impl_) throw InvalidState("AllToAll: was moved from");
+  return *impl_;
+}
 
 std::int64_t AllToAll::required_bytes(int num_ranks, const AllToAllConfig& config) {
   const api::ResolvedConfig resolved = api::resolve(config, num_ranks);
   const plan::ExpertMap map =
       plan::build_expert_map(config.placement, config.num_experts, num_ranks);
-  return plan::walk_workspace(resolved.config, num_ranks, map.max_local_experts,
-                              comm::Control::bytes(num_ranks))
-      .total_bytes();
+  return exchange::workspace_of(resolved.config, num_ranks, map.max_local_experts).total_bytes();
 }
 
-const AllToAllConfig& AllToAll::config() const { return impl_->config(); }
-int AllToAll::rank() const { return impl_->exchange_->rank(); }
-int AllToAll::num_ranks() const { return impl_->exchange_->num_ranks(); }
-int AllToAll::num_local_experts() const { return impl_->exchange_->num_local_experts(); }
+const AllToAllConfig& AllToAll::config() const { return impl().config(); }
+int AllToAll::rank() const { return impl().exchange_->rank(); }
+int AllToAll::num_ranks() const { return impl().exchange_->num_ranks(); }
+int AllToAll::num_local_experts() const { return impl().exchange_->num_local_experts(); }
 
 const std::vector<std::int32_t>& AllToAll::local_experts() const {
-  return impl_->exchange_->map().experts_of[static_cast<std::size_t>(rank())];
+  return impl().exchange_->map().experts_of[static_cast<std::size_t>(rank())];
 }
 
 Received AllToAll::dispatch(const DispatchInputs& inputs) {
-  const Impl::Call guard(*impl_);
-  impl_->require_not_failed();
-  const exchange::DispatchCall call = api::check_dispatch(*impl_->exchange_, inputs);
-  const Round round = impl_->dispatch_send(inputs, call);
-  Received received = impl_->dispatch_recv(round, call.deadline);
-  impl_->run([&] { impl_->check_token_counts(received.state()->slot_state(), inputs); });
+  const Impl::Call guard(impl());
+  impl().require_not_failed();
+  const exchange::DispatchCall call = api::check_dispatch(*impl().exchange_, inputs);
+  const Round round = impl().dispatch_send(call);
+  Received received = impl().dispatch_recv(round, call.deadline);
+  impl().run([&] { impl().check_token_counts(received.state()->slot_state(), inputs); });
   return received;
 }
 
 Round AllToAll::dispatch_send(const DispatchInputs& inputs) {
-  const Impl::Call guard(*impl_);
-  impl_->require_not_failed();
-  impl_->require_two_phase("dispatch_send");
-  const exchange::DispatchCall call = api::check_dispatch(*impl_->exchange_, inputs);
-  return impl_->dispatch_send(inputs, call);
+  const Impl::Call guard(impl());
+  impl().require_not_failed();
+  impl().require_two_phase("dispatch_send");
+  const exchange::DispatchCall call = api::check_dispatch(*impl().exchange_, inputs);
+  return impl().dispatch_send(call);
 }
 
 Received AllToAll::dispatch_recv(const Round& round,
                                  std::optional<std::chrono::nanoseconds> timeout) {
-  const Impl::Call guard(*impl_);
-  impl_->require_not_failed();
-  impl_->require_two_phase("dispatch_recv");
-  return impl_->dispatch_recv(round, impl_->deadline(timeout));
+  const Impl::Call guard(impl());
+  impl().require_not_failed();
+  impl().require_two_phase("dispatch_recv");
+  return impl().dispatch_recv(round, impl().deadline(timeout));
 }
 
 TensorView AllToAll::combine_buffer(const Round& round, std::optional<std::int64_t> hidden,
                                     std::optional<DType> dtype) {
-  const Impl::Call guard(*impl_);
-  impl_->require_not_failed();
-  const Slot& slot = impl_->slot_of(round, SlotState::kReceived, "combine_buffer");
-  const AllToAllConfig& config = impl_->config();
+  const Impl::Call guard(impl());
+  impl().require_not_failed();
+  const Slot& slot = impl().slot_of(round, SlotState::kReceived, "combine_buffer");
+  const AllToAllConfig& config = impl().config();
   const DType travels = config.combine_dtype.value_or(config.dtype);
   const DType type = dtype.value_or(travels);
   const std::int64_t width = hidden.value_or(config.hidden);
-  api::check_combine_row(*impl_->exchange_, width, type);
+  api::check_combine_row(*impl().exchange_, width, type);
   if (config.layout == Layout::kRankMajor && type != travels) {
     throw InvalidArgument(str("dtype of the combine buffer: expected ", name_of(travels),
                               " (combine_dtype; layout rank_major sends it as it is), got ",
                               name_of(type)));
   }
-  return impl_->exchange_->combine_view(slot, width, type);
+  return impl().exchange_->combine_view(slot, width, type);
 }
 
 std::pair<std::int64_t, std::int64_t> AllToAll::out_shape(const Round& round) const {
-  const Impl::Call guard(*impl_);
-  impl_->require_not_failed();
-  const Slot& slot = impl_->slot_of(round, "out_shape");
+  const Impl::Call guard(impl());
+  impl().require_not_failed();
+  const Slot& slot = impl().slot_of(round, "out_shape");
   const bool sent = slot.state == SlotState::kCombineSent;
-  return {slot.plan().num_tokens, sent ? slot.hidden : impl_->config().hidden};
+  return {slot.plan().num_tokens, sent ? slot.hidden : impl().config().hidden};
 }
 
 void AllToAll::combine(const CombineInputs& inputs, const Round& round) {
-  const Impl::Call guard(*impl_);
-  impl_->require_not_failed();
-  Slot& slot = impl_->slot_of(round, SlotState::kReceived, "combine");
-  api::check_results(*impl_->exchange_, slot, inputs);
-  api::check_combine_out(*impl_->exchange_, slot, inputs,
+  const Impl::Call guard(impl());
+  impl().require_not_failed();
+  Slot& slot = impl().slot_of(round, SlotState::kReceived, "combine");
+  api::check_results(*impl().exchange_, slot, inputs);
+  api::check_combine_out(*impl().exchange_, slot, inputs,
                          inputs.y.shape[static_cast<std::size_t>(inputs.y.ndim - 1)]);
-  const exchange::CombineCall call{&inputs, impl_->deadline(inputs.timeout)};
-  impl_->combine_send(slot, call);
-  impl_->combine_recv(slot, call);
+  const exchange::CombineCall call{&inputs, impl().deadline(inputs.timeout)};
+  impl().combine_send(slot, call);
+  impl().combine_recv(slot, call);
 }
 
 void AllToAll::combine_send(const CombineInputs& inputs, const Round& round) {
-  const Impl::Call guard(*impl_);
-  impl_->require_not_failed();
-  impl_->require_two_phase("combine_send");
-  Slot& slot = impl_->slot_of(round, SlotState::kReceived, "combine_send");
-  api::check_results(*impl_->exchange_, slot, inputs);
-  impl_->combine_send(slot, {&inputs, impl_->deadline(inputs.timeout)});
+  const Impl::Call guard(impl());
+  impl().require_not_failed();
+  impl().require_two_phase("combine_send");
+  Slot& slot = impl().slot_of(round, SlotState::kReceived, "combine_send");
+  api::check_results(*impl().exchange_, slot, inputs);
+  impl().combine_send(slot, {&inputs, impl().deadline(inputs.timeout)});
 }
 
 void AllToAll::combine_recv(const CombineInputs& inputs, const Round& round) {
-  const Impl::Call guard(*impl_);
-  impl_->require_not_failed();
-  impl_->require_two_phase("combine_recv");
-  Slot& slot = impl_->slot_of(round, SlotState::kCombineSent, "combine_recv");
-  api::check_combine_out(*impl_->exchange_, slot, inputs, slot.hidden);
+  const Impl::Call guard(impl());
+  impl().require_not_failed();
+  impl().require_two_phase("combine_recv");
+  Slot& slot = impl().slot_of(round, SlotState::kCombineSent, "combine_recv");
+  api::check_combine_out(*impl().exchange_, slot, inputs, slot.hidden);
   CombineInputs resolved = inputs;
   resolved.release = !slot.keeps_open;  // as combine_send said
-  impl_->combine_recv(slot, {&resolved, impl_->deadline(inputs.timeout)});
+  impl().combine_recv(slot, {&resolved, impl().deadline(inputs.timeout)});
 }
 
 void AllToAll::release(const Round& round) {
-  const Impl::Call guard(*impl_);
-  impl_->require_not_failed();
-  Slot& slot = impl_->slot_of(round, SlotState::kReceived, "release");
-  impl_->run([&] { impl_->exchange_->release(slot); });
+  const Impl::Call guard(impl());
+  impl().require_not_failed();
+  Slot& slot = impl().slot_of(round, SlotState::kReceived, "release");
+  impl().run([&] { impl().exchange_->release(slot); });
   slot.state = SlotState::kReleased;
 }
 
 void AllToAll::sanitize(const TensorView& ids, const TensorView& counts,
                         std::int64_t invalid_expert_id, SanitizePolicy policy,
                         const TensorView& out) const {
-  impl_->require_usable();
+  impl().require_usable();
   api::check_sanitize(ids, counts, invalid_expert_id, out);
-  exchange::Exchange& exchange = *impl_->exchange_;
+  exchange::Exchange& exchange = *impl().exchange_;
+  exchange.freeze_indices(out.data);
   exchange.backend().sanitize({ids, static_cast<const std::int32_t*>(counts.data), out,
                                invalid_expert_id, policy, &exchange.map(), exchange.rank()});
 }
 
 void AllToAll::set_active_mask(const std::vector<bool>& active) {
-  const Impl::Call guard(*impl_);
-  impl_->require_not_failed();
-  exchange::Exchange& exchange = *impl_->exchange_;
+  const Impl::Call guard(impl());
+  impl().require_not_failed();
+  exchange::Exchange& exchange = *impl().exchange_;
   if (!exchange.capabilities().rank_mask) {
-    throw Unsupported(str(impl_->what(), ": strategy ", name_of(impl_->config().strategy),
+    throw Unsupported(str(impl().what(), ": strategy ", name_of(impl().config().strategy),
                           " cannot leave ranks out"));
   }
   if (active.size() != static_cast<std::size_t>(exchange.num_ranks())) {
     throw InvalidArgument(
-        str("active: expected ", exchange.num_ranks(), " entries, got ", active.size()));
+        str("mask: expected ", exchange.num_ranks(), " entries, got ", active.size()));
   }
   if (!active[static_cast<std::size_t>(exchange.rank())]) {
     throw InvalidArgument(
-        str("active: expected this rank (", exchange.rank(), ") to be active, got it masked out"));
+        str("mask: expected this rank (", exchange.rank(), ") to be active, got it masked out"));
   }
   for (Slot& slot : exchange.slots()) {
     if (slot.is_open()) {
-      throw InvalidState(str(impl_->what(), ": set_active_mask while round ", slot.round, " is ",
+      throw InvalidState(str(impl().what(), ": set_active_mask while round ", slot.round, " is ",
                              exchange::name_of(slot.state), "; end it first"));
     }
   }
   exchange.set_active(active);
 }
 
-std::vector<bool> AllToAll::active_mask() const { return impl_->exchange_->active(); }
+std::vector<bool> AllToAll::active_mask() const { return impl().exchange_->active(); }
 
 void AllToAll::abort(const std::string& reason) {
-  impl_->require_usable();
-  impl_->exchange_->abort(reason);
+  impl().require_usable();
+  impl().exchange_->abort(reason);
 }
 
 void AllToAll::reset(std::optional<std::chrono::nanoseconds> timeout) {
-  const Impl::Call guard(*impl_);
-  impl_->require_usable();
-  impl_->run([&] {
-    impl_->next_epoch_ = impl_->exchange_->reset(impl_->next_epoch_ - 1, impl_->deadline(timeout));
+  const Impl::Call guard(impl());
+  impl().require_usable();
+  // First: when this rank's wait fails, peers that came through may already send.
+  impl().end_rounds();
+  impl().run([&] {
+    impl().next_epoch_ = impl().exchange_->reset(impl().next_epoch_ - 1, impl().deadline(timeout));
   });
-  for (Slot& slot : impl_->exchange_->slots()) {
-    slot.state = SlotState::kFree;
-    slot.round = -1;
-    slot.routing.reset();
-  }
-  impl_->failure_ = nullptr;
+  impl().failure_ = nullptr;
 }
 
 void AllToAll::close(std::optional<std::chrono::nanoseconds> timeout) {
-  if (impl_->closed_.load(std::memory_order_acquire)) return;
-  const Impl::Call guard(*impl_);
-  impl_->require_usable();
-  impl_->closed_.store(true, std::memory_order_release);
-  impl_->exchange_->close(impl_->deadline(timeout));
+  if (impl().closed_.load(std::memory_order_acquire)) return;
+  const Impl::Call guard(impl());
+  impl().require_usable();
+  impl().closed_.store(true, std::memory_order_release);
+  impl().end_rounds();
+  impl().exchange_->close(impl().deadline(timeout));
 }
 
-bool AllToAll::is_closed() const noexcept { return impl_->closed_.load(std::memory_order_acquire); }
-bool AllToAll::is_failed() const noexcept { return impl_->failure_ != nullptr; }
+bool AllToAll::is_closed() const noexcept {
+  return impl_ == nullptr || impl_->closed_.load(std::memory_order_acquire);
+}
+bool AllToAll::is_failed() const noexcept { return impl_ != nullptr && impl_->failure_ != nullptr; }
 
 void AllToAll::check() const {
-  const Impl::Call guard(*impl_);
-  impl_->require_usable();
-  if (impl_->failure_) std::rethrow_exception(impl_->failure_);
-  impl_->exchange_->check();
+  const Impl::Call guard(impl());
+  impl().require_usable();
+  if (impl().failure_) std::rethrow_exception(impl().failure_);
+  impl().exchange_->check();
 }
 
-std::int64_t AllToAll::num_dropped_ids() const noexcept { return impl_->num_dropped_; }
-const Metainfo& AllToAll::metainfo() const { return impl_->metainfo_; }
+std::int64_t AllToAll::num_dropped_ids() const noexcept {
+  return impl_ == nullptr ? 0 : impl_->num_dropped_;
+}
+const Metainfo& AllToAll::metainfo() const { return impl().metainfo_; }
 
 std::int64_t AllToAll::workspace_bytes() const {
-  return impl_->exchange_->workspace().total_bytes();
+  return impl().exchange_->workspace().total_bytes();
 }
 
-Capabilities AllToAll::capabilities() const { return impl_->exchange_->capabilities(); }
-std::string AllToAll::choice() const { return impl_->choice_; }
+Capabilities AllToAll::capabilities() const { return impl().exchange_->capabilities(); }
+std::string AllToAll::choice() const { return impl().choice_; }
 
 Feasibility AllToAll::feasible(std::int64_t round_max_tokens, std::int64_t row_bytes,
                                Layout layout) const {
-  const AllToAllConfig& config = impl_->config();
+  const AllToAllConfig& config = impl().config();
   if (layout != config.layout) {
     return {false,
             str("layout: this AllToAll gives ", name_of(config.layout), ", got ", name_of(layout))};
@@ -458,7 +481,7 @@ Feasibility AllToAll::feasible(std::int64_t round_max_tokens, std::int64_t row_b
     return {false, str("round_max_tokens: expected at most ", config.max_tokens_per_rank,
                        " (max_tokens_per_rank), got ", round_max_tokens)};
   }
-  const std::int64_t room = impl_->exchange_->workspace().dispatch_row_bytes;
+  const std::int64_t room = impl().exchange_->workspace().dispatch_row_bytes;
   if (row_bytes < 1 || row_bytes > room) {
     return {false,
             str("row_bytes: expected 1 to ", room, " (dispatch_row_bytes), got ", row_bytes)};
@@ -466,6 +489,6 @@ Feasibility AllToAll::feasible(std::int64_t round_max_tokens, std::int64_t row_b
   return {true, "fits"};
 }
 
-std::shared_ptr<const void> AllToAll::memory() const { return impl_->exchange_->memory(); }
+std::shared_ptr<const void> AllToAll::memory() const { return impl().exchange_->memory(); }
 
 }  // namespace fanfold

@@ -103,6 +103,7 @@ void check_payloads(const exchange::Exchange& exchange, const DispatchInputs& in
 std::int64_t first_tokens(const DispatchInputs& in, std::int64_t rows) {
   if (!in.num_tokens.has_value()) return rows;
   const TensorView& view = in.num_tokens;
+  check_on_cpu("num_tokens", view);
   if (view.dtype != DType::kInt32 || view.num_elements() + (view.ndim == 0 ? 1 : 0) != 1 ||
       view.data == nullptr) {
     fail("num_tokens", "one int32", view.describe());
@@ -123,8 +124,10 @@ void check_routing(const exchange::Exchange& exchange, const DispatchInputs& in)
   if (data.mask_digest != exchange.mask_digest()) {
     fail("routing", "a routing made under the present active mask", "one of another mask");
   }
-  if (in.topk_ids.has_value() || in.topk_weights.has_value() || in.num_tokens.has_value()) {
-    fail("routing", "no topk_ids, topk_weights or num_tokens beside it (it holds them)",
+  if (in.topk_ids.has_value() || in.topk_weights.has_value() || in.num_tokens.has_value() ||
+      in.invalid_expert_id) {
+    fail("routing",
+         "no topk_ids, topk_weights, num_tokens or invalid_expert_id beside it (it holds them)",
          "some of them");
   }
 }

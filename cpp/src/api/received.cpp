@@ -6,6 +6,15 @@
 #include "fanfold/error.h"
 
 namespace fanfold {
+namespace {
+
+template <class Pointer>
+auto& checked(const Pointer& pointer) {
+  if (pointer == nullptr) throw InvalidState("Received or Routing: holds nothing");
+  return *pointer;
+}
+
+}  // namespace
 
 std::string Round::describe(const std::string& owner_name) const {
   return base::str("round ", number, " of ", owner_name, " (generation ", generation, ")");
@@ -18,6 +27,9 @@ bool Received::State::is_open() const noexcept {
 }
 
 void Received::State::require_open() const {
+  if (exchange_->is_forked_child()) {
+    throw InvalidState(base::str(exchange_->what(), ": not usable in a forked child"));
+  }
   if (is_open()) return;
   throw InvalidState(base::str(round_.describe(exchange_->what()),
                                " has ended; its received rows belong to a later round"));
@@ -31,55 +43,63 @@ Received& Received::operator=(const Received&) = default;
 Received& Received::operator=(Received&&) noexcept = default;
 Received::Received(std::shared_ptr<State> state) noexcept : state_(std::move(state)) {}
 
-const Round& Received::handle() const { return state_->round(); }
+const Round& Received::handle() const { return checked(state_).round(); }
 bool Received::is_open() const noexcept { return state_ != nullptr && state_->is_open(); }
 
 std::int64_t Received::round_max_tokens() const {
-  state_->require_open();
-  return state_->slot_state().round_max_tokens;
+  checked(state_).require_open();
+  return checked(state_).slot_state().round_max_tokens;
 }
 
 std::int64_t Received::num_tokens() const {
-  state_->require_open();
-  return state_->slot_state().plan().num_tokens;
+  checked(state_).require_open();
+  return checked(state_).slot_state().plan().num_tokens;
 }
 
 const std::vector<TensorView>& Received::payloads() const {
-  state_->require_open();
-  return state_->payloads();
+  checked(state_).require_open();
+  return checked(state_).payloads();
 }
 
 const TensorView& Received::rank_counts() const {
-  return state_->lazy(state_->rank_counts,
-                      [&] { return state_->exchange().rank_counts_view(state_->slot_state()); });
+  return checked(state_).lazy(checked(state_).rank_counts, [&] {
+    return checked(state_).exchange().rank_counts_view(checked(state_).slot_state());
+  });
 }
 const TensorView& Received::expert_counts() const {
-  return state_->lazy(state_->expert_counts,
-                      [&] { return state_->exchange().expert_counts_view(state_->slot_state()); });
+  return checked(state_).lazy(checked(state_).expert_counts, [&] {
+    return checked(state_).exchange().expert_counts_view(checked(state_).slot_state());
+  });
 }
 const TensorView& Received::num_rows() const {
-  return state_->lazy(state_->num_rows,
-                      [&] { return state_->exchange().num_rows_view(state_->slot_state()); });
+  return checked(state_).lazy(checked(state_).num_rows, [&] {
+    return checked(state_).exchange().num_rows_view(checked(state_).slot_state());
+  });
 }
 const TensorView& Received::offsets() const {
-  return state_->lazy(state_->offsets,
-                      [&] { return state_->exchange().offsets_view(state_->slot_state()); });
+  return checked(state_).lazy(checked(state_).offsets, [&] {
+    return checked(state_).exchange().offsets_view(checked(state_).slot_state());
+  });
 }
 const TensorView& Received::topk_ids() const {
-  return state_->lazy(state_->topk_ids,
-                      [&] { return state_->exchange().topk_ids_view(state_->slot_state()); });
+  return checked(state_).lazy(checked(state_).topk_ids, [&] {
+    return checked(state_).exchange().topk_ids_view(checked(state_).slot_state());
+  });
 }
 const TensorView& Received::topk_weights() const {
-  return state_->lazy(state_->topk_weights,
-                      [&] { return state_->exchange().topk_weights_view(state_->slot_state()); });
+  return checked(state_).lazy(checked(state_).topk_weights, [&] {
+    return checked(state_).exchange().topk_weights_view(checked(state_).slot_state());
+  });
 }
 const TensorView& Received::source_rank() const {
-  return state_->lazy(state_->source_rank,
-                      [&] { return state_->exchange().source_rank_view(state_->slot_state()); });
+  return checked(state_).lazy(checked(state_).source_rank, [&] {
+    return checked(state_).exchange().source_rank_view(checked(state_).slot_state());
+  });
 }
 const TensorView& Received::source_token() const {
-  return state_->lazy(state_->source_token,
-                      [&] { return state_->exchange().source_token_view(state_->slot_state()); });
+  return checked(state_).lazy(checked(state_).source_token, [&] {
+    return checked(state_).exchange().source_token_view(checked(state_).slot_state());
+  });
 }
 
 HostCounts Received::host_counts() const {
@@ -90,14 +110,15 @@ HostCounts Received::host_counts() const {
   const auto* expert_data = static_cast<const std::int32_t*>(experts.data);
   host.rank_counts.assign(rank_data, rank_data + ranks.shape[0]);
   host.expert_counts.assign(expert_data, expert_data + experts.shape[0]);
-  host.num_rows = state_->exchange().num_rows(state_->slot_state());
+  host.num_rows = checked(state_).exchange().num_rows(checked(state_).slot_state());
   return host;
 }
 
 Routing Received::routing() const {
-  state_->require_open();
-  if (!state_->routing) state_->routing = state_->exchange().copy_routing(state_->slot_state());
-  return Routing(state_->routing);
+  checked(state_).require_open();
+  if (!checked(state_).routing)
+    checked(state_).routing = checked(state_).exchange().copy_routing(checked(state_).slot_state());
+  return Routing(checked(state_).routing);
 }
 
 Routing::Routing() = default;
@@ -108,8 +129,8 @@ Routing& Routing::operator=(const Routing&) = default;
 Routing& Routing::operator=(Routing&&) noexcept = default;
 Routing::Routing(std::shared_ptr<const Data> data) noexcept : data_(std::move(data)) {}
 
-std::int64_t Routing::num_tokens() const { return data_->plan.num_tokens; }
-std::int64_t Routing::round_max_tokens() const { return data_->round_max_tokens; }
-const std::vector<std::int32_t>& Routing::rank_counts() const { return data_->rank_counts; }
+std::int64_t Routing::num_tokens() const { return checked(data_).plan.num_tokens; }
+std::int64_t Routing::round_max_tokens() const { return checked(data_).round_max_tokens; }
+const std::vector<std::int32_t>& Routing::rank_counts() const { return checked(data_).rank_counts; }
 
 }  // namespace fanfold

@@ -12,9 +12,13 @@ namespace {
 exec::FlagFields wait_flag(const exec::Context& context, const exec::FlagLine& line,
                            const exec::FlagFields& mine, const comm::WaitFor& target,
                            base::Deadline deadline) {
+  const bool is_waited_for = !exec::has_arrived(line, mine.epoch);
   context.control->wait([&] { return exec::has_arrived(line, mine.epoch); }, target, deadline);
-  context.hook->step();
   const exec::FlagFields got = exec::read(line);
+  if (is_waited_for && context.distances != nullptr) {
+    context.distances[target.rank].add(base::now_ns() - got.sent_ns);
+  }
+  context.hook->step();
   const std::string difference = exec::difference(mine, context.rank, got, target.rank);
   if (!difference.empty()) {
     throw InvalidArgument(base::str(context.control->what(), ": ", target.phase, " of round ",

@@ -244,7 +244,9 @@ void Broadcast::compact_payloads(Slot& slot) {
 }
 
 void Broadcast::dispatch_recv(Slot& slot, base::Deadline) {
-  if (!slot.routing) {
+  if (slot.routing) {
+    restore_indices(slot);
+  } else {
     count_rows(slot);
     keep_routed_rows(slot);
   }

@@ -6,6 +6,7 @@
 
 #include "base/format.h"
 #include "base/mapping.h"
+#include "comm/channel.h"
 #include "comm/communicator_impl.h"
 #include "comm/control.h"
 #include "fanfold/error.h"
@@ -53,13 +54,19 @@ const char* name_of(SlotState state) noexcept {
   return "unknown";
 }
 
+plan::Workspace workspace_of(const AllToAllConfig& config, int num_ranks, int max_local_experts) {
+  return plan::walk_workspace(config, num_ranks, max_local_experts,
+                              config.strategy == Strategy::kBroadcast
+                                  ? comm::Channel::window_bytes(num_ranks)
+                                  : comm::Control::bytes(num_ranks));
+}
+
 Exchange::Exchange(Setup setup)
     : setup_(std::move(setup)),
       rank_(setup_.communicator->group().rank()),
       hook_(setup_.config.test_knobs, rank_) {
   const int num_ranks = setup_.map.num_ranks;
-  workspace_ = plan::walk_workspace(setup_.config, num_ranks, setup_.map.max_local_experts,
-                                    comm::Control::bytes(num_ranks));
+  workspace_ = workspace_of(setup_.config, num_ranks, setup_.map.max_local_experts);
   local_ = base::map_private(std::max(workspace_.local_bytes, kMinLocalBytes));
   staging_.resize(static_cast<std::size_t>(workspace_.max_tokens_per_rank * workspace_.top_k * 4));
   slots_.resize(static_cast<std::size_t>(setup_.config.max_in_flight));
@@ -115,6 +122,7 @@ void Exchange::prepare_dispatch(Slot& slot, const DispatchCall& call) {
   slot.invalid_expert_id = routed ? slot.routing->invalid_expert_id : call.invalid_expert_id;
   slot.round_max_tokens = call.round_max_tokens;
   slot.num_combines = 0;
+  slot.frozen = nullptr;
   slot.has_expert_counts = false;
   slot.has_source_rows = false;
   if (!routed && slot.has_weights && setup_.config.weighting == Weighting::kOrigin) {

@@ -31,7 +31,8 @@ struct Setup {
   Allocator* allocator = nullptr;  // only during construction; null: one of its own
   plan::ExpertMap map;
   std::uint64_t config_digest = 0;
-  std::string what;  // "AllToAll 'moe'"
+  std::uint64_t identity = 0;  // of this creation, equal on all ranks
+  std::string what;            // "AllToAll 'moe'"
   BackendFactory backend = nullptr;
 };
 
@@ -119,6 +120,9 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   TensorView source_token_view(Slot& slot);
   TensorView combine_view(const Slot& slot, std::int64_t hidden, DType dtype) const;
   std::shared_ptr<const Routing::Data> copy_routing(const Slot& slot) const;
+  /// Before `ids`, if they are the received ids of an open round, are overwritten in place: takes
+  /// what is otherwise read from them when it is first asked for.
+  void freeze_indices(const void* ids);
   std::int64_t num_rows(const Slot& slot) const noexcept;
 
  protected:
@@ -140,6 +144,8 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   const std::int32_t* received_ids(const Slot& slot) const noexcept;
   const float* received_weights(const Slot& slot) const noexcept;
   const std::int32_t* received_tokens(const Slot& slot) const noexcept;
+  /// Puts the indices of the routing that a round re-uses where a new one would have arrived.
+  void restore_indices(const Slot& slot);
   void fill_source_rows(Slot& slot);
   void count_experts(Slot& slot);
 
@@ -154,6 +160,9 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   std::vector<std::byte> staging_;
   std::unique_ptr<exec::Backend> backend_;
 };
+
+/// The offset table of a resolved configuration.
+plan::Workspace workspace_of(const AllToAllConfig& config, int num_ranks, int max_local_experts);
 
 /// Push dispatch, pull combine, over symmetric memory. Collective.
 std::shared_ptr<Exchange> make_one_sided(Setup setup, base::Deadline deadline);

@@ -71,28 +71,29 @@ class OneSided final : public Exchange {
   void wait_for(const Slot& slot, std::int64_t offset, const exec::FlagFields& fields,
                 const char* phase, base::Deadline deadline);
 
-  std::unique_ptr<Allocator> own_allocator_;
-  Allocator* allocator_;
+  Allocator allocator_;
   SymmetricMemory memory_;
   std::vector<std::byte*> windows_;
   std::unique_ptr<comm::Control> control_;
-  std::vector<exec::FlagLine*> lines_;     // scratch [R]
-  std::vector<std::byte*> bases_;          // scratch [R]
-  std::vector<const std::byte*> sources_;  // scratch [R]
+  std::vector<exec::FlagLine*> lines_;         // scratch [R]
+  std::vector<std::byte*> bases_;              // scratch [R]
+  std::vector<const std::byte*> sources_;      // scratch [R]
+  std::vector<exec::PeerDistance> distances_;  // [R]
   bool left_ = false;
 };
 
-OneSided::OneSided(Setup setup, base::Deadline deadline) : Exchange(std::move(setup)) {
-  if (setup_.allocator == nullptr) own_allocator_ = std::make_unique<Allocator>(*setup_.handle);
-  allocator_ = setup_.allocator != nullptr ? setup_.allocator : own_allocator_.get();
+OneSided::OneSided(Setup setup, base::Deadline deadline)
+    : Exchange(std::move(setup)),
+      allocator_(setup_.allocator != nullptr ? *setup_.allocator : Allocator(*setup_.handle)) {
   // Control words and flags must start as zeros; rows need not.
-  memory_ = allocator_->allocate(workspace_.symmetric_bytes, workspace_.slot_offset,
-                                 std::chrono::nanoseconds(deadline.remaining_ns()));
+  memory_ = allocator_.allocate(workspace_.symmetric_bytes, workspace_.slot_offset,
+                                std::chrono::nanoseconds(deadline.remaining_ns()));
   for (int rank = 0; rank < num_ranks(); ++rank) windows_.push_back(memory_.data(rank));
   const auto ranks = static_cast<std::size_t>(num_ranks());
   lines_.resize(ranks);
   bases_.resize(ranks);
   sources_.resize(ranks);
+  distances_.resize(ranks);
   control_ = std::make_unique<comm::Control>(setup_.communicator->group(), memory_.block()->windows,
                                              setup_.what);
   exec::Context context{};
@@ -102,6 +103,7 @@ OneSided::OneSided(Setup setup, base::Deadline deadline) : Exchange(std::move(se
   context.rank = rank_;
   context.num_ranks = num_ranks();
   context.streaming = setup_.config.test_knobs.streaming_stores;
+  context.distances = distances_.data();
   backend_ = setup_.backend(context);
 }
 
@@ -140,6 +142,7 @@ void OneSided::settle(Slot& slot, base::Deadline deadline) {
 }
 
 void OneSided::dispatch_send(Slot& slot, const DispatchCall& call) {
+  for (exec::PeerDistance& distance : distances_) distance.next_round();
   collect_lines(slot, workspace_.dispatch_flags_offset, /*mine=*/false);
   for (int rank = 0; rank < num_ranks(); ++rank) {
     bases_[static_cast<std::size_t>(rank)] = base_of(slot, rank);
@@ -177,6 +180,7 @@ void OneSided::dispatch_recv(Slot& slot, base::Deadline deadline) {
                                   slot.round,
                                   deadline};
   backend_->dispatch_recv(params);
+  if (slot.routing) restore_indices(slot);
   poison_results(slot);
   if (setup_.config.layout == Layout::kExpertMajor) expand(slot);
 }
@@ -232,7 +236,11 @@ void OneSided::leave() noexcept {
 void OneSided::close(base::Deadline deadline) {
   leave();
   control_->wait_all_left(deadline);
-  allocator_->free(memory_);
+  // A window that somebody still looks at is not handed out again: it goes with its last view.
+  if (memory_.block().use_count() == 1) allocator_.free(memory_);
+  memory_ = SymmetricMemory();
+  local_.reset();
+  if (setup_.allocator == nullptr) allocator_.trim();
 }
 
 bool OneSided::owns(const void* data) const noexcept {

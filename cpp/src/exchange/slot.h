@@ -83,6 +83,7 @@ struct Slot {
   std::int32_t invalid_expert_id = -1;
   plan::SendPlan own_plan;
   std::shared_ptr<const Routing::Data> routing;  // set when this round re-uses one
+  std::shared_ptr<const Routing::Data> frozen;   // copy made before the ids were edited in place
   std::vector<float> token_weights;              // [T, K] (weighting origin)
   std::vector<exec::PayloadRows> payload_rows;
   std::vector<PayloadSpec> payloads;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "base/byte_math.h"
 #include "exchange/exchange.h"
 
 namespace fanfold::exchange {
@@ -38,7 +39,6 @@ std::int32_t* Exchange::counts(const Slot& slot) const noexcept {
 }
 
 const std::int32_t* Exchange::received_ids(const Slot& slot) const noexcept {
-  if (slot.routing) return slot.routing->topk_ids.data();
   const std::byte* base = setup_.config.layout == Layout::kGathered
                               ? local_base(slot) + workspace_.local_ids_offset
                               : slot_base(slot) + workspace_.topk_ids_offset;
@@ -46,7 +46,6 @@ const std::int32_t* Exchange::received_ids(const Slot& slot) const noexcept {
 }
 
 const float* Exchange::received_weights(const Slot& slot) const noexcept {
-  if (slot.routing) return slot.routing->topk_weights.data();
   const std::byte* base = setup_.config.layout == Layout::kGathered
                               ? local_base(slot) + workspace_.local_gate_offset
                               : slot_base(slot) + workspace_.topk_weights_offset;
@@ -54,8 +53,27 @@ const float* Exchange::received_weights(const Slot& slot) const noexcept {
 }
 
 const std::int32_t* Exchange::received_tokens(const Slot& slot) const noexcept {
-  if (slot.routing) return slot.routing->source_token.data();
   return reinterpret_cast<const std::int32_t*>(slot_base(slot) + workspace_.source_token_offset);
+}
+
+// Views must not point into a Routing: it is shared, immutable, and may die before they do.
+void Exchange::restore_indices(const Slot& slot) {
+  const Routing::Data& data = *slot.routing;
+  std::copy(data.topk_ids.begin(), data.topk_ids.end(),
+            const_cast<std::int32_t*>(received_ids(slot)));
+  std::copy(data.topk_weights.begin(), data.topk_weights.end(),
+            const_cast<float*>(received_weights(slot)));
+  std::copy(data.source_token.begin(), data.source_token.end(),
+            const_cast<std::int32_t*>(received_tokens(slot)));
+}
+
+void Exchange::freeze_indices(const void* ids) {
+  for (Slot& slot : slots_) {
+    if (slot.state != SlotState::kReceived || !slot.has_ids || slot.frozen) continue;
+    if (ids != received_ids(slot)) continue;
+    count_experts(slot);
+    slot.frozen = copy_routing(slot);
+  }
 }
 
 std::int64_t Exchange::num_rows(const Slot& slot) const noexcept {
@@ -250,8 +268,9 @@ TensorView Exchange::combine_view(const Slot& slot, std::int64_t hidden, DType d
 
 std::shared_ptr<const Routing::Data> Exchange::copy_routing(const Slot& slot) const {
   if (slot.routing) return slot.routing;
+  if (slot.frozen) return slot.frozen;
   auto data = std::make_shared<Routing::Data>();
-  data->id = slot.epoch;
+  data->id = base::mix_digest(setup_.identity, slot.epoch);
   data->config_digest = setup_.config_digest;
   data->mask_digest = mask_digest_;
   data->round_max_tokens = slot.round_max_tokens;

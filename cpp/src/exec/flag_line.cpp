@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "exec/flag_line.h"
 
+#include "base/clock.h"
 #include "base/format.h"
 
 namespace fanfold::exec {
@@ -51,12 +52,13 @@ void publish(FlagLine& line, const FlagFields& fields) noexcept {
   line.words[4].store(fields.digest, kRelaxed);
   line.words[5].store(pack(fields.placement_version, fields.mask_digest), kRelaxed);
   line.words[6].store(fields.routing, kRelaxed);
+  line.words[7].store(static_cast<std::uint64_t>(base::now_ns()), kRelaxed);
   line.words[0].store(fields.epoch, std::memory_order_release);
 }
 
 FlagFields read(const FlagLine& line) noexcept {
   std::uint64_t words[8];
-  for (int i = 0; i < 7; ++i) words[i] = line.words[i].load(std::memory_order_relaxed);
+  for (int i = 0; i < 8; ++i) words[i] = line.words[i].load(std::memory_order_relaxed);
   FlagFields fields;
   fields.epoch = words[0];
   fields.generation = low(words[1]);
@@ -69,6 +71,7 @@ FlagFields read(const FlagLine& line) noexcept {
   fields.placement_version = low(words[5]);
   fields.mask_digest = high(words[5]);
   fields.routing = words[6];
+  fields.sent_ns = static_cast<std::int64_t>(words[7]);
   return fields;
 }
 

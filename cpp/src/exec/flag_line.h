@@ -44,13 +44,15 @@ struct FlagFields {
   std::uint32_t placement_version = 0;  // of the sender's placement
   std::uint32_t mask_digest = 0;        // of the sender's active mask
   std::uint64_t routing = 0;            // identity of the routing that is re-used
+  std::int64_t sent_ns = 0;             // when it was published; not compared
 };
 
 struct alignas(base::kCacheLine) FlagLine {
   std::atomic<std::uint64_t> words[8];
 };
 
-/// Stores `fields`; the epoch with release, paired with the acquire in `has_arrived`.
+/// Stores `fields` and the present time; the epoch with release, paired with the acquire in
+/// `has_arrived`.
 void publish(FlagLine& line, const FlagFields& fields) noexcept;
 
 /// Whether the flag of `epoch` is there.

@@ -13,6 +13,7 @@
 #include "base/step_hook.h"
 #include "comm/control.h"
 #include "exec/flag_line.h"
+#include "exec/peer_distance.h"
 #include "fanfold/dtype.h"
 #include "fanfold/tensor_view.h"
 #include "plan/expert_map.h"
@@ -28,7 +29,8 @@ struct Context {
   comm::Control* control;  // null where no peer is waited for
   int rank;
   int num_ranks;
-  bool streaming;  // push remote rows past the cache
+  bool streaming;           // remote rows may be pushed past the cache
+  PeerDistance* distances;  // [R]; null: unknown
 };
 
 /// One payload of a dispatch: the sender's rows and the region that receives them.

@@ -161,7 +161,9 @@ std::shared_ptr<Communicator::Impl> usable(const Communicator& communicator) {
 Allocator::Allocator(Communicator& communicator)
     : impl_(std::make_shared<Impl>(usable(communicator))) {}
 Allocator::~Allocator() = default;
+Allocator::Allocator(const Allocator&) = default;
 Allocator::Allocator(Allocator&&) noexcept = default;
+Allocator& Allocator::operator=(const Allocator&) = default;
 Allocator& Allocator::operator=(Allocator&&) noexcept = default;
 
 SymmetricMemory Allocator::allocate(std::int64_t bytes, std::int64_t zero_bytes,

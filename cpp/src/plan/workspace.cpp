@@ -136,6 +136,7 @@ Workspace walk_workspace(const AllToAllConfig& config, int num_ranks, int max_lo
   const std::int64_t slots = w.slot_stride * w.max_in_flight;
   if (config.strategy == Strategy::kBroadcast) {
     w.slot_offset = local.take(slots);
+    w.symmetric_bytes = base::align_up(control_bytes, kRegionAlignment);
   } else {
     Cursor window;
     w.control_offset = window.take(control_bytes);

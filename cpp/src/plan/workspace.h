@@ -79,7 +79,7 @@ std::int64_t num_counts(int num_ranks, int max_local_experts) noexcept;
 std::int64_t payload_region_bytes(std::int64_t num_rows, std::int64_t row_stride) noexcept;
 
 /// The walk. `config` is resolved: strategy, row bytes and combine dtype are set.
-/// `control_bytes` is the size of the control area.
+/// `control_bytes` is the size of the control area; for broadcast, of the channel's whole window.
 /// @throws InvalidArgument  its size may reach 2^62 bytes.
 Workspace walk_workspace(const AllToAllConfig& config, int num_ranks, int max_local_experts,
                          std::int64_t control_bytes);
