@@ -103,7 +103,7 @@ void combine_send(BoundAllToAll& self, nb::handle y, const Round& handle, bool r
 nb::object out_tensor(BoundAllToAll& self, nb::handle out, std::int64_t num_tokens,
                       std::int64_t hidden, Arguments& args, CombineInputs& inputs) {
   if (!out.is_none()) {
-    inputs.out = args.view(out, "out");
+    inputs.out = args.output(out, "out");
     return nb::borrow(out);
   }
   return new_tensor(*self.core.config().combine_dtype, {num_tokens, hidden}, self.framework,
@@ -125,13 +125,31 @@ nb::object combine_recv(BoundAllToAll& self, const Round& handle, nb::handle out
   return result;
 }
 
+/// A field of the configuration. @throws InvalidArgument  naming it
+template <class Field>
+Field to_field(const nb::object& value, const char* name) {
+  try {
+    return nb::cast<Field>(value);
+  } catch (const std::exception&) {
+    PyErr_Clear();
+    constexpr const char* kExpected = std::is_same_v<Field, std::string> ? "a string"
+                                      : std::is_same_v<Field, bool>      ? "a bool"
+                                      : std::is_floating_point_v<Field>  ? "a number"
+                                      : std::is_same_v<Field, std::vector<std::int32_t>>
+                                          ? "linear, round_robin or a list of ranks"
+                                          : "an integer that its type holds";
+    throw InvalidArgument(std::string(name) + ": expected " + kExpected + ", got " +
+                          nb::cast<std::string>(nb::repr(value)));
+  }
+}
+
 AllToAllConfig make_config(const nb::dict& fields) {
   AllToAllConfig config;
   const auto set = [&](const char* name, auto& field) {
     using Field = std::decay_t<decltype(field)>;
-    if (fields.contains(name)) field = nb::cast<Field>(fields[name]);
+    if (fields.contains(name)) field = to_field<Field>(fields[name], name);
   };
-  const auto text = [&](const char* name) { return nb::cast<std::string>(fields[name]); };
+  const auto text = [&](const char* name) { return to_field<std::string>(fields[name], name); };
   set("num_experts", config.num_experts);
   set("top_k", config.top_k);
   set("max_tokens_per_rank", config.max_tokens_per_rank);
@@ -148,13 +166,14 @@ AllToAllConfig make_config(const nb::dict& fields) {
   config.layout = layout_from_name(text("layout"));
   config.weighting = weighting_from_name(text("weighting"));
   config.check_ids = check_ids_from_name(text("check_ids"));
-  config.timeout = *to_timeout(nb::cast<double>(fields["timeout_s"]));
+  config.timeout = *to_timeout(to_field<double>(fields["timeout_s"], "timeout_s"));
   if (fields.contains("combine_dtype")) config.combine_dtype = to_dtype(fields["combine_dtype"]);
   const nb::object placement = fields["placement"];
   if (nb::isinstance<nb::str>(placement)) {
     config.placement = placement_from_name(nb::cast<std::string>(placement));
   } else {
-    config.placement = Placement::from_table(nb::cast<std::vector<std::int32_t>>(placement));
+    config.placement =
+        Placement::from_table(to_field<std::vector<std::int32_t>>(placement, "placement"));
   }
   TestKnobs& knobs = config.test_knobs;
   set("row_guard_bytes", knobs.row_guard_bytes);
@@ -177,7 +196,7 @@ nb::object sanitize(BoundAllToAll& self, nb::handle ids, nb::handle counts,
   if (out.is_none()) {
     result = new_tensor(in.dtype, shape_of(in), args.framework_of(ids), target);
   } else {
-    target = args.view(out, "out");
+    target = args.output(out, "out");
   }
   self.core.sanitize(in, rows, invalid_expert_id, sanitize_policy_from_name(policy), target);
   return result;
@@ -186,11 +205,11 @@ nb::object sanitize(BoundAllToAll& self, nb::handle ids, nb::handle counts,
 using Class = nb::class_<BoundAllToAll>;
 
 void bind_dispatch(Class& c) {
-  c.def("dispatch", &dispatch, "topk_ids"_a.none(), "payloads"_a.none(),
+  c.def("dispatch", &dispatch, "topk_ids"_a.none(), "payloads"_a.none(), nb::kw_only(),
         "topk_weights"_a = nb::none(), "round_max_tokens"_a = nb::none(), "routing"_a = nb::none(),
         "num_tokens_per_rank"_a = nb::none(), "num_tokens"_a = nb::none(),
         "invalid_expert_id"_a = nb::none(), "timeout_s"_a = nb::none(), "stream"_a = nb::none(),
-        nb::sig("def dispatch(self, topk_ids: object, payloads: typing.Sequence[typing.Any], "
+        nb::sig("def dispatch(self, topk_ids: object, payloads: typing.Sequence[typing.Any], *, "
                 "topk_weights: object = None, round_max_tokens: int | None = None, routing: "
                 "Routing | None = None, num_tokens_per_rank: typing.Sequence[int] | None = None, "
                 "num_tokens: object = None, invalid_expert_id: int | None = None, timeout_s: float "
@@ -224,13 +243,13 @@ Raises:
 Stream:
     Runs and waits on the calling thread; the GIL is released.)doc")
       .def(
-          "dispatch_send", &dispatch_send, "topk_ids"_a.none(), "payloads"_a.none(),
+          "dispatch_send", &dispatch_send, "topk_ids"_a.none(), "payloads"_a.none(), nb::kw_only(),
           "topk_weights"_a = nb::none(), "round_max_tokens"_a = nb::none(),
           "routing"_a = nb::none(), "num_tokens_per_rank"_a = nb::none(),
           "num_tokens"_a = nb::none(), "invalid_expert_id"_a = nb::none(),
           "timeout_s"_a = nb::none(), "stream"_a = nb::none(),
           nb::sig("def dispatch_send(self, topk_ids: object, payloads: "
-                  "typing.Sequence[typing.Any], topk_weights: object = None, round_max_tokens: "
+                  "typing.Sequence[typing.Any], *, topk_weights: object = None, round_max_tokens: "
                   "int | None = None, routing: Routing | None = None, num_tokens_per_rank: "
                   "typing.Sequence[int] | None = None, num_tokens: object = None, "
                   "invalid_expert_id: int | None = None, timeout_s: float | None = None, stream: "
@@ -259,9 +278,10 @@ void bind_combine(Class& c) {
             check_stream(stream);
             return combine(self, handle, y, out, topk_weights, release, timeout_s);
           },
-          "y"_a.none(), "handle"_a, "out"_a = nb::none(), "topk_weights"_a = nb::none(),
-          "release"_a = true, "timeout_s"_a = nb::none(), "stream"_a = nb::none(),
-          nb::sig("def combine(self, y: object, handle: Round, out: typing.Any = None, "
+          "y"_a.none(), "handle"_a, "out"_a = nb::none(), nb::kw_only(),
+          "topk_weights"_a = nb::none(), "release"_a = true, "timeout_s"_a = nb::none(),
+          "stream"_a = nb::none(),
+          nb::sig("def combine(self, y: object, handle: Round, out: typing.Any = None, *, "
                   "topk_weights: object = None, release: bool = True, timeout_s: float | None = "
                   "None, stream: object = None) -> typing.Any"),
           R"doc(Add each token's rows; a token without an expert becomes zeros.
@@ -291,9 +311,9 @@ Stream:
           "combine_send", &combine_send, "y"_a.none(), "handle"_a, "release"_a = true,
           nb::sig("def combine_send(self, y: object, handle: Round, release: bool = True) -> None"),
           "First half of combine; never waits.")
-      .def("combine_recv", &combine_recv, "handle"_a, "out"_a = nb::none(),
+      .def("combine_recv", &combine_recv, "handle"_a, "out"_a = nb::none(), nb::kw_only(),
            "topk_weights"_a = nb::none(), "timeout_s"_a = nb::none(),
-           nb::sig("def combine_recv(self, handle: Round, out: typing.Any = None, topk_weights: "
+           nb::sig("def combine_recv(self, handle: Round, out: typing.Any = None, *, topk_weights: "
                    "object = None, timeout_s: float | None = None) -> typing.Any"),
            "Second half of combine; waits for every active rank.")
       .def(
@@ -342,6 +362,7 @@ void bind_state(Class& c) {
           "close",
           [](BoundAllToAll& self, Seconds timeout_s) {
             self.cache.clear();
+            self.memory.reset();
             const nogil released;
             self.core.close(to_timeout(timeout_s));
           },
@@ -390,6 +411,13 @@ void bind_records(nb::module_& m) {
       .def("__getitem__",
            [](const Metainfo& self, const std::string& name) { return self.at(name); })
       .def("__len__", [](const Metainfo& self) { return self.entries().size(); })
+      .def("__contains__",
+           [](const Metainfo& self, const std::string& name) {
+             for (const Metainfo::Entry& entry : self.entries()) {
+               if (entry.first == name) return true;
+             }
+             return false;
+           })
       .def("items", [](const Metainfo& self) { return self.entries(); })
       .def("keys", [](const Metainfo& self) {
         std::vector<std::string> names;

@@ -120,7 +120,7 @@ void bind_collectives(nb::class_<Communicator>& c) {
              Seconds timeout_s) {
             Arguments args;
             const TensorView from = args.view(send, "send");
-            const TensorView to = args.view(recv, "recv");
+            const TensorView to = args.output(recv, "recv");
             const nogil released;
             self.all_gather_v(from, to, counts, to_timeout(timeout_s));
           },
@@ -132,7 +132,7 @@ void bind_collectives(nb::class_<Communicator>& c) {
              Seconds timeout_s) {
             Arguments args;
             const TensorView from = args.view(send, "send");
-            const TensorView to = args.view(recv, "recv");
+            const TensorView to = args.output(recv, "recv");
             const nogil released;
             self.reduce_scatter_v(from, to, counts, to_timeout(timeout_s));
           },
@@ -145,7 +145,7 @@ void bind_collectives(nb::class_<Communicator>& c) {
           [](Communicator& self, nb::object send, nb::object recv, Seconds timeout_s) {
             Arguments args;
             const TensorView from = args.view(send, "send");
-            const TensorView to = args.view(recv, "recv");
+            const TensorView to = args.output(recv, "recv");
             const nogil released;
             self.all_to_all(from, to, to_timeout(timeout_s));
           },
@@ -157,7 +157,7 @@ void bind_collectives(nb::class_<Communicator>& c) {
              const Counts& recv_counts, Seconds timeout_s) {
             Arguments args;
             const TensorView from = args.view(send, "send");
-            const TensorView to = args.view(recv, "recv");
+            const TensorView to = args.output(recv, "recv");
             const nogil released;
             self.all_to_all_v(from, to, send_counts, recv_counts, to_timeout(timeout_s));
           },
@@ -170,7 +170,7 @@ void bind_collectives(nb::class_<Communicator>& c) {
           "broadcast",
           [](Communicator& self, nb::object tensor, int root, Seconds timeout_s) {
             Arguments args;
-            const TensorView view = args.view(tensor, "tensor");
+            const TensorView view = args.output(tensor, "tensor");
             const nogil released;
             self.broadcast(view, root, to_timeout(timeout_s));
           },
@@ -181,7 +181,7 @@ void bind_collectives(nb::class_<Communicator>& c) {
           [](Communicator& self, nb::object send, nb::object recv, Seconds timeout_s) {
             Arguments args;
             const TensorView from = args.view(send, "send");
-            const TensorView to = args.view(recv, "recv");
+            const TensorView to = args.output(recv, "recv");
             const nogil released;
             self.all_reduce(from, to, to_timeout(timeout_s));
           },

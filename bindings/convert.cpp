@@ -272,6 +272,20 @@ TensorView Arguments::view(nb::handle value, const char* name) {
   return view;
 }
 
+TensorView Arguments::output(nb::handle value, const char* name) {
+  const TensorView view = this->view(value, name);
+  // Producers with the exchange API have no read-only tensors.
+  if (value.is_none() || types_.of(value).api != nullptr) return view;
+  const nb::object array =
+      is_extension(view.dtype) ? as_bits(value, view.dtype) : nb::borrow(value);
+  nb::ndarray<> writable;
+  if (!nb::try_cast<nb::ndarray<>>(array, writable, false)) {
+    throw InvalidArgument(std::string(name) +
+                          ": expected a tensor that may be written, got a read-only one");
+  }
+  return view;
+}
+
 std::vector<TensorView> Arguments::views(nb::handle values, const char* name,
                                          Framework& framework) {
   if (!nb::isinstance<nb::list>(values) && !nb::isinstance<nb::tuple>(values)) {
@@ -289,6 +303,7 @@ std::vector<TensorView> Arguments::views(nb::handle values, const char* name,
     }
     if (i == 0) framework = framework_of(value);
     all[i] = view(value, name);
+    kept_objects_.push_back(value);  // the list may change while the call runs
   }
   return all;
 }

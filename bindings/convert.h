@@ -52,6 +52,8 @@ class Arguments {
   /// The tensor `value`, any DLPack producer; an empty view for None.
   /// @throws InvalidArgument  not a tensor, or a dtype that the library does not know.
   TensorView view(nb::handle value, const char* name);
+  /// The same for a tensor that will be written. @throws InvalidArgument  it is read-only.
+  TensorView output(nb::handle value, const char* name);
   /// A list or tuple of tensors; their framework is the first one's.
   std::vector<TensorView> views(nb::handle values, const char* name, Framework& framework);
   Framework framework_of(nb::handle tensor) { return types_.of(tensor).framework; }
@@ -60,6 +62,7 @@ class Arguments {
   TensorTypeCache own_types_;
   TensorTypeCache& types_;
   std::vector<nb::ndarray<nb::ro>> kept_;
+  std::vector<nb::object> kept_objects_;
 };
 
 /// A tensor of `framework` over `view`; `owner` keeps its memory alive. None for an empty view.

@@ -122,10 +122,10 @@ void bind_received(nb::module_& m) {
             return combine(self.owner(), self.core.handle(), y, out, topk_weights, release,
                            timeout_s);
           },
-          "y"_a.none(), "out"_a = nb::none(), "topk_weights"_a = nb::none(), nb::kw_only(),
+          "y"_a.none(), "out"_a = nb::none(), nb::kw_only(), "topk_weights"_a = nb::none(),
           "release"_a = true, "timeout_s"_a = nb::none(), "stream"_a = nb::none(),
-          nb::sig("def combine(self, y: object, out: typing.Any = None, topk_weights: object = "
-                  "None, *, release: bool = True, timeout_s: float | None = None, stream: object "
+          nb::sig("def combine(self, y: object, out: typing.Any = None, *, topk_weights: object = "
+                  "None, release: bool = True, timeout_s: float | None = None, stream: object "
                   "= None) -> typing.Any"),
           "Adds each token's rows; see AllToAll.combine.")
       .def("release", &release_round, "Ends the round without a combine.")

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of other systems, sections 1 and 2 of the list, and what this library does instead.
+"""Faults that other systems have shown in public, and what this library does instead.
 
-Each row of the list ends as a test whose name says the behaviour; the table below is of all of
-them. Section 3 is in `test_behaviours_sums.py`, 4 in `test_behaviours_types.py`, 5 in
-`test_behaviours_protocol.py`. Rows about CUDA, streams and graphs (S3, S5, S6) have no test here.
+Each known fault has an id by kind (P padding and ids, Z zero tokens and capacity, D duplicates and
+numerics, T types and shapes, S protocol state) and ends as a test whose name says the behaviour.
+The table below is of all of them; D is in `test_behaviours_sums.py`, T in
+`test_behaviours_types.py`, S in `test_behaviours_protocol.py`. Faults of CUDA, streams and graphs
+(S3, S5, S6) have no test here.
 """
 
 from __future__ import annotations

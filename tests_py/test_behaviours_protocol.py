@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of other systems, section 5: state, lifetimes, teardown. Table: see
+"""Faults of other systems: state, lifetimes, teardown. Table: see
 `test_behaviours.py`."""
 
 from __future__ import annotations
@@ -261,7 +261,11 @@ def test_signatures_are_stable() -> None:  # S19
     def parameters(function: Any) -> list[str]:
         tree = ast.parse(function.__nb_signature__[0][0] + ": ...").body[0]  # of nanobind
         assert isinstance(tree, ast.FunctionDef)
-        return [argument.arg for argument in tree.args.args if argument.arg != "self"]
+        return [
+            argument.arg
+            for argument in tree.args.args + tree.args.kwonlyargs
+            if argument.arg != "self"
+        ]
 
     assert parameters(fanfold.AllToAll.dispatch) == [
         "topk_ids", "payloads", "topk_weights", "round_max_tokens", "routing",

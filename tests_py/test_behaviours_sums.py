@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of other systems, section 3: duplicates, order, weights, numerics. Table: see
+"""Faults of other systems: duplicates, order, weights, numerics. Table: see
 `test_behaviours.py`."""
 
 from __future__ import annotations

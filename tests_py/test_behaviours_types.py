@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of other systems, section 4: types, shapes, alignment. Table: see `test_behaviours.py`."""
+"""Faults of other systems: types, shapes, alignment. Table: see `test_behaviours.py`."""
 
 from __future__ import annotations
 

@@ -340,3 +340,52 @@ def test_metainfo_knows_its_names_only() -> None:
             _ = metainfo["no_such_offset"]
 
     spawn_threads(1, fn)
+
+
+def test_read_only_results_are_refused() -> None:
+    def fn(comm: fanfold.Communicator) -> None:
+        a2a = make(comm)
+        recv = a2a.dispatch(ids([0, 1]), [tokens(1)])
+        out = numpy.zeros((1, 8), "float32")
+        out.flags.writeable = False
+        with pytest.raises(fanfold.InvalidArgument, match="out: expected a tensor that may be"):
+            recv.combine(recv.combine_buffer(), out)
+        with pytest.raises(fanfold.InvalidArgument, match="recv: expected a tensor that may be"):
+            comm.all_reduce(tokens(1), out)
+        recv.combine(recv.combine_buffer())
+        a2a.close()
+
+    spawn_threads(2, fn)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("num_experts", "x", "num_experts: expected an integer that its type holds, got 'x'"),
+        ("top_k", 1.5, "top_k: expected an integer that its type holds, got 1.5"),
+        ("num_experts", 2**40, "num_experts: expected an integer"),
+        ("layout", 3, "layout: expected a string, got 3"),
+        ("name", 5, "name: expected a string, got 5"),
+        ("placement", [0, "a"], "placement: expected linear, round_robin or a list of ranks"),
+        ("test_knobs", {"hidden": 4}, "test_knobs: expected names of .*; got 'hidden'"),
+        ("check_ids", "", 'check_ids: expected one of auto, raise, drop; got ""'),
+    ],
+)
+def test_a_field_of_the_wrong_type_is_named(field: str, value: object, text: str) -> None:
+    def fn(comm: fanfold.Communicator) -> None:
+        with pytest.raises(fanfold.InvalidArgument, match=text):
+            make(comm, **{field: value})
+
+    spawn_threads(1, fn)
+
+
+def test_an_exchange_keeps_its_allocator() -> None:
+    def fn(comm: fanfold.Communicator) -> None:
+        allocator = fanfold.Allocator(comm)
+        a2a = make(comm, allocator=allocator)
+        del allocator
+        others = [fanfold.Allocator(comm) for _ in range(4)]
+        a2a.close()
+        assert all(other.stats.reserved == 0 for other in others)
+
+    spawn_threads(2, fn)

@@ -316,7 +316,7 @@ class Received:
         Where the experts may write so that combine copies nothing; see AllToAll.
         """
 
-    def combine(self, y: object, out: Any = None, topk_weights: object = None, *, release: bool = True, timeout_s: float | None = None, stream: object = None) -> Any:
+    def combine(self, y: object, out: Any = None, *, topk_weights: object = None, release: bool = True, timeout_s: float | None = None, stream: object = None) -> Any:
         """Adds each token's rows; see AllToAll.combine."""
 
     def release(self) -> None:
@@ -332,6 +332,8 @@ class Metainfo:
     def __getitem__(self, arg: str, /) -> int: ...
 
     def __len__(self) -> int: ...
+
+    def __contains__(self, arg: str, /) -> bool: ...
 
     def items(self) -> list[tuple[str, int]]: ...
 
@@ -379,7 +381,7 @@ class AllToAll:
     @staticmethod
     def required_bytes_of(num_ranks: int, config: dict[str, Any]) -> int: ...
 
-    def dispatch(self, topk_ids: object, payloads: Sequence[Any], topk_weights: object = None, round_max_tokens: int | None = None, routing: Routing | None = None, num_tokens_per_rank: Sequence[int] | None = None, num_tokens: object = None, invalid_expert_id: int | None = None, timeout_s: float | None = None, stream: object = None) -> Received:
+    def dispatch(self, topk_ids: object, payloads: Sequence[Any], *, topk_weights: object = None, round_max_tokens: int | None = None, routing: Routing | None = None, num_tokens_per_rank: Sequence[int] | None = None, num_tokens: object = None, invalid_expert_id: int | None = None, timeout_s: float | None = None, stream: object = None) -> Received:
         """
         Send each token once to each rank that hosts one of its experts, and receive.
 
@@ -411,7 +413,7 @@ class AllToAll:
             Runs and waits on the calling thread; the GIL is released.
         """
 
-    def dispatch_send(self, topk_ids: object, payloads: Sequence[Any], topk_weights: object = None, round_max_tokens: int | None = None, routing: Routing | None = None, num_tokens_per_rank: Sequence[int] | None = None, num_tokens: object = None, invalid_expert_id: int | None = None, timeout_s: float | None = None, stream: object = None) -> Round:
+    def dispatch_send(self, topk_ids: object, payloads: Sequence[Any], *, topk_weights: object = None, round_max_tokens: int | None = None, routing: Routing | None = None, num_tokens_per_rank: Sequence[int] | None = None, num_tokens: object = None, invalid_expert_id: int | None = None, timeout_s: float | None = None, stream: object = None) -> Round:
         """
         First half of dispatch; never waits for a peer, except for a slot whose previous round
         ended by release() while a peer still holds it. Arguments as dispatch.
@@ -429,7 +431,7 @@ class AllToAll:
         [R, m, H], [sum of T, H] or [L, R*m, H]. Valid until the combine of that handle is called.
         """
 
-    def combine(self, y: object, handle: Round, out: Any = None, topk_weights: object = None, release: bool = True, timeout_s: float | None = None, stream: object = None) -> Any:
+    def combine(self, y: object, handle: Round, out: Any = None, *, topk_weights: object = None, release: bool = True, timeout_s: float | None = None, stream: object = None) -> Any:
         """
         Add each token's rows; a token without an expert becomes zeros.
 
@@ -459,7 +461,7 @@ class AllToAll:
     def combine_send(self, y: object, handle: Round, release: bool = True) -> None:
         """First half of combine; never waits."""
 
-    def combine_recv(self, handle: Round, out: Any = None, topk_weights: object = None, timeout_s: float | None = None) -> Any:
+    def combine_recv(self, handle: Round, out: Any = None, *, topk_weights: object = None, timeout_s: float | None = None) -> Any:
         """Second half of combine; waits for every active rank."""
 
     def release(self, handle: Round) -> None:

@@ -7,7 +7,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fanfold import _core
-from fanfold.errors import Unsupported
+from fanfold.errors import InvalidArgument, Unsupported
+
+_TEST_KNOBS = frozenset(
+    {
+        "delay_seed",
+        "first_epoch",
+        "isa",
+        "kill_at_step",
+        "row_guard_bytes",
+        "stop_at_step",
+        "streaming_stores",
+    }
+)
 
 
 def _config(
@@ -46,10 +58,10 @@ def _config(
         "strategy": strategy,
         "layout": layout,
         "weighting": weighting,
-        "placement": placement if isinstance(placement, str) else [int(r) for r in placement],
+        "placement": placement if isinstance(placement, str) else list(placement),
         "max_in_flight": max_in_flight,
         "deterministic": deterministic,
-        "check_ids": check_ids or "auto",
+        "check_ids": "auto" if check_ids is None else check_ids,
         "timeout_s": timeout_s,
         "name": name or "",
         "debug_poison": debug_poison,
@@ -60,7 +72,12 @@ def _config(
         "combine_dtype": combine_dtype,
     }
     config.update({key: value for key, value in optional.items() if value is not None})
-    config.update(test_knobs or {})
+    for knob, value in (test_knobs or {}).items():
+        if knob not in _TEST_KNOBS:
+            raise InvalidArgument(
+                f"test_knobs: expected names of {', '.join(sorted(_TEST_KNOBS))}; got {knob!r}"
+            )
+        config[knob] = value
     return config
 
 
@@ -95,7 +112,8 @@ class AllToAll(_core.AllToAll):
         check_ids: "raise" (default) or "drop" for ids >= num_experts.
         timeout_s: default deadline of every call, in seconds.
         device: "cpu".
-        allocator: where the workspace comes from, so that later exchanges can reuse it.
+        allocator: where the workspace of one_sided comes from, so that later exchanges can
+            reuse it.
         name: appears in messages.
         debug_poison: fill regions that ended with NaN / 0xCD.
         test_knobs: for tests of the library itself; see ``TestKnobs`` in the C++ header.
@@ -183,7 +201,8 @@ class AllToAll(_core.AllToAll):
         ``max_tokens_per_rank`` counts one rank's tokens, whatever ``num_ranks`` is.
 
         Returns:
-            Symmetric plus private bytes: exactly ``workspace_bytes`` of such an object.
+            Symmetric plus private bytes: exactly ``workspace_bytes`` of such an object. The tables
+            of a routing come on top.
         """
         config = _config(
             num_experts=num_experts,

@@ -40,12 +40,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--text", type=Path, default=README, help="a text file; default: README.md")
     parser.add_argument("--ranks", type=int, help="how many ranks; default: 4, with --smoke 2")
     parser.add_argument("--tokens", type=int, help="use at most this many bytes of the text")
-    parser.add_argument("--png", type=Path, help="write a picture of traffic and load here")
+    parser.add_argument("--png", type=Path, help="the picture; default: build/demo.png")
     parser.add_argument("--json", type=Path, help="write every number here")
     parser.add_argument("--smoke", action="store_true", help="a short run, for tests")
     options = parser.parse_args(arguments)
     if options.ranks is None:
         options.ranks = 2 if options.smoke else 4
+    if options.png is None and not options.smoke:
+        options.png = README.parent / "build" / "demo.png"
     if options.tokens is None and options.smoke:
         options.tokens = SMOKE_TOKENS
     if options.ranks < 1:
@@ -133,6 +135,7 @@ def run(console: Console, options: argparse.Namespace) -> int:
     if options.json is not None:
         options.json.write_text(json.dumps(found.as_json(), indent=1) + "\n")
     if options.png is not None:
+        options.png.parent.mkdir(parents=True, exist_ok=True)
         draw(found, options.png)
         console.print(f"picture: {options.png}")
     for fault in found.faults():
