@@ -19,7 +19,7 @@ namespace fanfold::cpu {
 inline exec::Context context_alone(base::StepHook& hook, int num_ranks, int rank = 0,
                                    bool streaming = false) {
   return exec::Context{
-      &base::kernels(base::Isa::kAuto), &hook, nullptr, rank, num_ranks, streaming};
+      &base::kernels(base::Isa::kAuto), &hook, nullptr, rank, num_ranks, streaming, nullptr};
 }
 
 class HandMadeRanks {

@@ -42,21 +42,43 @@ class OriginRows {
   std::vector<std::int32_t> picked_;
 };
 
+/// How many tokens from `token` on lie in consecutive rows of the same ranks: their sums are one
+/// sum of a longer row. With many experts per token nearly all tokens do.
+std::int64_t run_length(const plan::SendPlan& plan, std::int64_t token) noexcept {
+  const auto at = static_cast<std::size_t>(token);
+  const plan::Target* first = plan.targets.data() + plan.target_begin[at];
+  const std::int64_t num_targets = plan.target_begin[at + 1] - plan.target_begin[at];
+  std::int64_t run = 1;
+  for (; token + run < plan.num_tokens; ++run) {
+    const auto next = static_cast<std::size_t>(token + run);
+    if (plan.target_begin[next + 1] - plan.target_begin[next] != num_targets) break;
+    const plan::Target* targets = plan.targets.data() + plan.target_begin[next];
+    const auto follows = [&](const plan::Target& mine, const plan::Target& theirs) {
+      return mine.rank == theirs.rank && mine.row == theirs.row + run;
+    };
+    if (!std::equal(targets, targets + num_targets, first, follows)) break;
+  }
+  return run;
+}
+
 }  // namespace
 
 void sum_rows(const exec::Context& context, const exec::SumRowsParams& params) {
   const plan::SendPlan& plan = *params.plan;
   const std::int64_t row_bytes = params.hidden * size_of(params.combine_dtype);
+  const bool is_dense = params.out_stride_bytes == params.hidden * size_of(params.out_dtype);
   std::vector<const void*> rows;
   std::vector<float> weights;
   rows.reserve(static_cast<std::size_t>(std::int64_t{plan.top_k} + context.num_ranks));
   OriginRows origin(params, context.num_ranks);
-  for (std::int64_t token = 0; token < plan.num_tokens; ++token) {
+  std::int64_t run = 1;
+  for (std::int64_t token = 0; token < plan.num_tokens; token += run) {
     rows.clear();
     weights.clear();
     if (params.origin_map != nullptr) {
       origin.collect(token, row_bytes, rows, weights);
     } else {
+      run = is_dense ? run_length(plan, token) : 1;
       for (std::int64_t i = plan.target_begin[static_cast<std::size_t>(token)];
            i < plan.target_begin[static_cast<std::size_t>(token) + 1]; ++i) {
         const plan::Target target = plan.targets[static_cast<std::size_t>(i)];
@@ -66,7 +88,7 @@ void sum_rows(const exec::Context& context, const exec::SumRowsParams& params) {
     context.kernels->sum_rows(params.out + token * params.out_stride_bytes, params.out_dtype,
                               rows.data(), weights.empty() ? nullptr : weights.data(),
                               static_cast<std::int64_t>(rows.size()), params.combine_dtype,
-                              params.hidden);
+                              run * params.hidden);
   }
   context.hook->step();
 }
