@@ -231,11 +231,11 @@ TEST(CallOrderTest, SplitCallsNeedAStrategyWithTwoPhases) {
 TEST(CallOrderTest, TheMaskChangesBetweenRoundsOnly) {
   spawn_ranks(2, [](Communicator& communicator) {
     AllToAll all_to_all(communicator, small_config());
-    expect_error<InvalidArgument>({"active", "2", "3"},
+    expect_error<InvalidArgument>({"mask", "2", "3"},
                                   [&] { all_to_all.set_active_mask({true, true, true}); });
     std::vector<bool> without_me(2, true);
     without_me[static_cast<std::size_t>(all_to_all.rank())] = false;
-    expect_error<InvalidArgument>({"active", "rank"},
+    expect_error<InvalidArgument>({"mask", "rank"},
                                   [&] { all_to_all.set_active_mask(without_me); });
     RoundRun round(all_to_all, plan_of(all_to_all));
     round.dispatch();

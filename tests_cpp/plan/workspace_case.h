@@ -75,8 +75,8 @@ inline void add_slot(const WorkspaceCase& c, const Workspace& w, int slot,
 
 inline std::vector<Region> window_regions(const WorkspaceCase& c, const Workspace& w) {
   std::vector<Region> regions;
-  if (c.is_broadcast()) return regions;
   regions.push_back({"control", w.control_offset, kControlBytes});
+  if (c.is_broadcast()) return regions;
   for (int slot = 0; slot < c.config.max_in_flight; ++slot) {
     const std::int64_t base = w.flags_offset + slot * w.flags_stride;
     for (const std::int64_t offset :

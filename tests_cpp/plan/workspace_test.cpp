@@ -107,10 +107,10 @@ TEST(WorkspaceTest, FlagsAndControlLieBeforeAllRows) {
   });
 }
 
-TEST(WorkspaceTest, BroadcastHasNoWindow) {
+TEST(WorkspaceTest, TheWindowOfBroadcastIsItsChannels) {
   for_each_case([](const WorkspaceCase& c) {
     if (!c.is_broadcast()) return;
-    EXPECT_EQ(c.walk().symmetric_bytes, 0);
+    EXPECT_EQ(c.walk().symmetric_bytes, aligned(kControlBytes));
   });
 }
 
