@@ -31,6 +31,20 @@ TEST(PeerDistanceTest, APeerThatMovedAwayIsFarAfterTwoBlocksOfFlags) {
   EXPECT_FALSE(distance.is_near());
 }
 
+TEST(PeerDistanceTest, SlowStoresOutweighFastFlags) {
+  PeerDistance distance;
+  distance.add(60);
+  distance.refute();
+  EXPECT_FALSE(distance.is_near());
+  for (int i = 0; i < 255; ++i) {
+    distance.next_round();
+    distance.add(60);
+  }
+  EXPECT_FALSE(distance.is_near());
+  distance.next_round();
+  EXPECT_TRUE(distance.is_near());
+}
+
 TEST(PeerDistanceTest, AnOldEstimateIsForgotten) {
   PeerDistance distance;
   distance.add(60);

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "base/byte_math.h"
+#include "base/clock.h"
 #include "cpu/backend.h"
 
 namespace fanfold::cpu {
@@ -100,6 +101,17 @@ std::vector<CopyFunction> choose_copies(const exec::Context& context,
   return copies;
 }
 
+/// Ordinary stores to near peers run at 15 GB/s and more, to far ones at 2 GB/s: a push below 4
+/// GB/s was not near. A push that was interrupted may be mistaken, which costs little.
+void check_speed(const exec::Context& context, const std::vector<CopyFunction>& copies,
+                 std::int64_t bytes, std::int64_t ns) {
+  constexpr std::int64_t kEnoughBytes = std::int64_t{64} << 10;
+  if (context.distances == nullptr || bytes < kEnoughBytes || ns < bytes / 4) return;
+  for (int rank = 0; rank < context.num_ranks; ++rank) {
+    if (copies[static_cast<std::size_t>(rank)] == &copy_ordinary) context.distances[rank].refute();
+  }
+}
+
 void push_in_turns(const std::vector<CopyFunction>& copies, const exec::Context& context,
                    const exec::DispatchSendParams& params, const exec::PayloadRows& payload) {
   const plan::SendPlan& plan = *params.plan;
@@ -153,10 +165,16 @@ void push_payload(CopyFunction copy, const exec::Context& context,
 void dispatch_send(const exec::Context& context, const exec::DispatchSendParams& params) {
   const std::vector<CopyFunction> copies = choose_copies(context, params);
   const auto is_active = [&](int rank) { return (*params.active)[static_cast<std::size_t>(rank)]; };
+  const std::int64_t start = base::now_ns();
+  std::int64_t bytes = 0;
   for (const exec::PayloadRows& payload : *params.payloads) {
-    if (goes_in_turns(payload)) push_in_turns(copies, context, params, payload);
+    if (goes_in_turns(payload)) {
+      push_in_turns(copies, context, params, payload);
+      bytes += static_cast<std::int64_t>(params.plan->targets.size()) * payload.row_bytes;
+    }
     context.hook->step();
   }
+  check_speed(context, copies, bytes, base::now_ns() - start);
   for (int i = 1; i <= context.num_ranks; ++i) {
     const int rank = (context.rank + i) % context.num_ranks;
     if (!is_active(rank)) continue;

@@ -46,13 +46,15 @@ const char* name_of(CallKind kind) noexcept {
 
 void publish(FlagLine& line, const FlagFields& fields) noexcept {
   constexpr auto kRelaxed = std::memory_order_relaxed;
+  // Before the first store: fetching the line is part of the way.
+  const auto sent_ns = static_cast<std::uint64_t>(base::now_ns());
   line.words[1].store(pack(fields.generation, static_cast<std::uint32_t>(fields.kind)), kRelaxed);
   line.words[2].store(pack(fields.round_max_tokens, fields.num_tokens), kRelaxed);
   line.words[3].store(pack(fields.num_rows, fields.num_payloads), kRelaxed);
   line.words[4].store(fields.digest, kRelaxed);
   line.words[5].store(pack(fields.placement_version, fields.mask_digest), kRelaxed);
   line.words[6].store(fields.routing, kRelaxed);
-  line.words[7].store(static_cast<std::uint64_t>(base::now_ns()), kRelaxed);
+  line.words[7].store(sent_ns, kRelaxed);
   line.words[0].store(fields.epoch, std::memory_order_release);
 }
 
