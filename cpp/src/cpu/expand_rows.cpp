@@ -7,8 +7,8 @@ namespace fanfold::cpu {
 namespace {
 
 /// Beyond this the copies cannot stay in a core's cache until the experts read them, and stores
-/// that bypass it save fetching each line first. Measured at 134 MB, two ranks: 28 ms against 16
-/// ms.
+/// that bypass it save fetching each line first. Measured at 134 MB a rank, two ranks on Zen 4:
+/// dispatch_recv 5.7 ms against 12 to 14 ms.
 constexpr std::int64_t kStreamingBytes = std::int64_t{8} << 20;
 
 void copy_ordinary(std::byte* target, const std::byte* source, std::int64_t bytes) {
