@@ -2,11 +2,87 @@
 #include "fanfold/allocator.h"
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <memory>
+#include <new>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "bind.h"
 #include "convert.h"
+#include "fanfold/error.h"
 
 namespace fanfold::python {
+namespace {
+
+std::vector<HostBuffer> to_buffers(Arguments& args, nb::handle values) {
+  Framework framework{};
+  std::vector<HostBuffer> buffers;
+  for (const TensorView& view : args.views(values, "buffers", framework)) {
+    if (view.device != DeviceType::kCpu || !view.is_contiguous()) {
+      throw InvalidArgument("buffers: expected contiguous CPU tensors, got " + view.describe());
+    }
+    buffers.push_back(
+        {static_cast<std::byte*>(view.data), view.num_elements() * size_of(view.dtype)});
+  }
+  // Only now: views() takes read-only tensors, too.
+  for (nb::handle value : values) args.output(value, "buffers");
+  return buffers;
+}
+
+void make_allocator(Allocator* self, Communicator& communicator, nb::handle buffers,
+                    std::optional<double> timeout_s) {
+  if (buffers.is_none()) {
+    new (self) Allocator(communicator);
+    return;
+  }
+  Arguments args;
+  const std::vector<HostBuffer> host = to_buffers(args, buffers);
+  const nb::gil_scoped_release released;
+  new (self) Allocator(communicator, host, to_timeout(timeout_s));
+}
+
+/// A Python object that any thread may let go of.
+std::shared_ptr<nb::object> keep(nb::object object) {
+  return {new nb::object(std::move(object)), [](nb::object* kept) {
+            if (!Py_IsInitialized()) return;  // a leak, but the process ends
+            const nb::gil_scoped_acquire gil;
+            delete kept;
+          }};
+}
+
+std::shared_ptr<std::byte> call_source(const nb::object& source, std::int64_t num_bytes) {
+  const nb::gil_scoped_acquire gil;
+  nb::object tensor;
+  try {
+    tensor = source(num_bytes);
+  } catch (const nb::python_error& error) {
+    if (error.matches(PyExc_MemoryError)) throw std::bad_alloc();
+    throw;
+  }
+  Arguments args;
+  const TensorView view = args.output(tensor, "private memory");
+  const std::int64_t given = view.num_elements() * size_of(view.dtype);
+  if (view.device != DeviceType::kCpu || !view.is_contiguous() || given < num_bytes) {
+    throw InvalidArgument("private memory: expected a contiguous CPU tensor of " +
+                          std::to_string(num_bytes) + " bytes or more, got " + view.describe());
+  }
+  return {keep(std::move(tensor)), static_cast<std::byte*>(view.data)};
+}
+
+void set_private_memory(Allocator& self, nb::object source) {
+  if (source.is_none()) {
+    self.set_private_memory({});
+    return;
+  }
+  self.set_private_memory([kept = keep(std::move(source))](std::int64_t num_bytes) {
+    return call_source(*kept, num_bytes);
+  });
+}
+
+}  // namespace
 
 void bind_allocator(nb::module_& m) {
   using namespace nanobind::literals;
@@ -36,7 +112,25 @@ void bind_allocator(nb::module_& m) {
   nb::class_<Allocator>(m, "Allocator",
                         "Allocates, caches and reuses symmetric memory of one group. Calls marked\n"
                         "collective are made by all ranks in the same order.")
-      .def(nb::init<Communicator&>(), "communicator"_a)
+      .def("__init__", &make_allocator, "communicator"_a, "buffers"_a = nb::none(), nb::kw_only(),
+           "timeout_s"_a = nb::none(), nb::keep_alive<1, 3>(),
+           nb::sig("def __init__(self, communicator: Communicator, buffers: "
+                   "typing.Sequence[typing.Any] | None = None, *, timeout_s: float | None = None) "
+                   "-> None"),
+           R"doc(Memory of the system, or of the caller.
+
+Args:
+    communicator: the group; its state is shared, it need not be kept.
+    buffers: None, or one writable CPU tensor per rank, each equal in size: all symmetric memory
+        comes out of these. Tensor r becomes the windows of rank r; every rank gives all of them as
+        it sees them: threads the same tensors, processes the same shared memory as mapped there.
+        Keep them until all that was made with the allocator is closed on every rank and no tensor
+        over it is held. Then creation is collective.
+    timeout_s: deadline of a collective creation in seconds.
+
+Raises:
+    InvalidArgument: not one buffer per rank, too small, or (on every rank) a rank gives other sizes
+        or does not see another's memory.)doc")
       .def(
           "allocate",
           [](Allocator& self, std::int64_t num_bytes, std::optional<double> timeout_s) {
@@ -44,11 +138,25 @@ void bind_allocator(nb::module_& m) {
             return self.allocate(num_bytes, 0, to_timeout(timeout_s));
           },
           "num_bytes"_a, nb::kw_only(), "timeout_s"_a = nb::none(),
-          "A block of at least num_bytes per rank; collective.")
+          "A block of at least num_bytes per rank; collective.\n\n"
+          "Raises:\n    CapacityExceeded: the caller's buffers have no such room (on every rank).")
       .def("free", &Allocator::free, "memory"_a,
            "Returns a block to the cache; every rank frees the same blocks in the same order.")
       .def("trim", &Allocator::trim, "Gives all cached blocks back to the system; every rank.")
-      .def_prop_ro("stats", &Allocator::stats);
+      .def_prop_ro("stats", &Allocator::stats)
+      .def("set_private_memory", &set_private_memory, "source"_a.none(),
+           nb::sig("def set_private_memory(self, source: "
+                   "typing.Callable[[int], typing.Any] | None) -> None"),
+           R"doc(Where the private memory of what is made with this allocator comes from.
+
+Args:
+    source: called with a number of bytes when an AllToAll is made, on its thread; returns a
+        writable contiguous CPU tensor of as many bytes or more, which begins on a multiple of 128
+        bytes and is kept until the memory is given back. None: the system.
+
+Raises, from the AllToAll and on every rank:
+    MemoryError: `source` raised one.
+    InvalidArgument: what `source` returned does not fit.)doc");
 }
 
 }  // namespace fanfold::python

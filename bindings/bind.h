@@ -11,6 +11,7 @@ void bind_errors(nanobind::module_& m);
 void bind_communicator(nanobind::module_& m);
 void bind_allocator(nanobind::module_& m);
 void bind_received(nanobind::module_& m);
+void bind_records(nanobind::module_& m);
 void bind_all_to_all(nanobind::module_& m);
 
 }  // namespace fanfold::python

@@ -106,6 +106,19 @@ void bind_creation(nb::class_<Communicator>& c) {
           "`processes`, bootstrapped through any torch.distributed group (None: the default one).");
 }
 
+/// A collective from `send` to `recv`; Extra: the counts that `method` takes beside them.
+template <class... Extra, class Method>
+auto send_recv(Method method) {
+  return [method](Communicator& self, nb::object send, nb::object recv, const Extra&... extra,
+                  Seconds timeout_s) {
+    Arguments args;
+    const TensorView from = args.view(send, "send");
+    const TensorView to = args.output(recv, "recv");
+    const nogil released;
+    (self.*method)(from, to, extra..., to_timeout(timeout_s));
+  };
+}
+
 void bind_collectives(nb::class_<Communicator>& c) {
   c.def(
        "barrier",
@@ -114,58 +127,24 @@ void bind_collectives(nb::class_<Communicator>& c) {
          self.barrier(to_timeout(timeout_s));
        },
        nb::kw_only(), "timeout_s"_a = nb::none(), "Returns when every rank has called it.")
+      .def("all_gather_v", send_recv<Counts>(&Communicator::all_gather_v), "send"_a.none(),
+           "recv"_a.none(), "counts"_a, nb::kw_only(), "timeout_s"_a = nb::none(),
+           "recv [sum(counts), ...] = send [counts[r], ...] of every rank r, in rank order.")
       .def(
-          "all_gather_v",
-          [](Communicator& self, nb::object send, nb::object recv, const Counts& counts,
-             Seconds timeout_s) {
-            Arguments args;
-            const TensorView from = args.view(send, "send");
-            const TensorView to = args.output(recv, "recv");
-            const nogil released;
-            self.all_gather_v(from, to, counts, to_timeout(timeout_s));
-          },
-          "send"_a.none(), "recv"_a.none(), "counts"_a, nb::kw_only(), "timeout_s"_a = nb::none(),
-          "recv [sum(counts), ...] = send [counts[r], ...] of every rank r, in rank order.")
-      .def(
-          "reduce_scatter_v",
-          [](Communicator& self, nb::object send, nb::object recv, const Counts& counts,
-             Seconds timeout_s) {
-            Arguments args;
-            const TensorView from = args.view(send, "send");
-            const TensorView to = args.output(recv, "recv");
-            const nogil released;
-            self.reduce_scatter_v(from, to, counts, to_timeout(timeout_s));
-          },
-          "send"_a.none(), "recv"_a.none(), "counts"_a, nb::kw_only(), "timeout_s"_a = nb::none(),
+          "reduce_scatter_v", send_recv<Counts>(&Communicator::reduce_scatter_v), "send"_a.none(),
+          "recv"_a.none(), "counts"_a, nb::kw_only(), "timeout_s"_a = nb::none(),
           "recv [counts[rank], ...] = this rank's rows of the sum of all send [sum(counts), ...].\n"
           "float32, float16, bfloat16, int32 or int64; floats are added in float32, ranks "
           "ascending.")
-      .def(
-          "all_to_all",
-          [](Communicator& self, nb::object send, nb::object recv, Seconds timeout_s) {
-            Arguments args;
-            const TensorView from = args.view(send, "send");
-            const TensorView to = args.output(recv, "recv");
-            const nogil released;
-            self.all_to_all(from, to, to_timeout(timeout_s));
-          },
-          "send"_a.none(), "recv"_a.none(), nb::kw_only(), "timeout_s"_a = nb::none(),
-          "Block r of send [num_ranks * n, ...] goes to rank r; recv likewise.")
-      .def(
-          "all_to_all_v",
-          [](Communicator& self, nb::object send, nb::object recv, const Counts& send_counts,
-             const Counts& recv_counts, Seconds timeout_s) {
-            Arguments args;
-            const TensorView from = args.view(send, "send");
-            const TensorView to = args.output(recv, "recv");
-            const nogil released;
-            self.all_to_all_v(from, to, send_counts, recv_counts, to_timeout(timeout_s));
-          },
-          "send"_a.none(), "recv"_a.none(), "send_counts"_a, "recv_counts"_a, nb::kw_only(),
-          "timeout_s"_a = nb::none(),
-          "send_counts[r] rows go to rank r, recv_counts[r] come from it; a difference between "
-          "what\n"
-          "one rank sends and the other expects is InvalidArgument on every rank.")
+      .def("all_to_all", send_recv<>(&Communicator::all_to_all), "send"_a.none(), "recv"_a.none(),
+           nb::kw_only(), "timeout_s"_a = nb::none(),
+           "Block r of send [num_ranks * n, ...] goes to rank r; recv likewise.")
+      .def("all_to_all_v", send_recv<Counts, Counts>(&Communicator::all_to_all_v), "send"_a.none(),
+           "recv"_a.none(), "send_counts"_a, "recv_counts"_a, nb::kw_only(),
+           "timeout_s"_a = nb::none(),
+           "send_counts[r] rows go to rank r, recv_counts[r] come from it; a difference between "
+           "what\n"
+           "one rank sends and the other expects is InvalidArgument on every rank.")
       .def(
           "broadcast",
           [](Communicator& self, nb::object tensor, int root, Seconds timeout_s) {
@@ -176,17 +155,9 @@ void bind_collectives(nb::class_<Communicator>& c) {
           },
           "tensor"_a.none(), "root"_a, nb::kw_only(), "timeout_s"_a = nb::none(),
           "Every rank's tensor becomes the root's.")
-      .def(
-          "all_reduce",
-          [](Communicator& self, nb::object send, nb::object recv, Seconds timeout_s) {
-            Arguments args;
-            const TensorView from = args.view(send, "send");
-            const TensorView to = args.output(recv, "recv");
-            const nogil released;
-            self.all_reduce(from, to, to_timeout(timeout_s));
-          },
-          "send"_a.none(), "recv"_a.none(), nb::kw_only(), "timeout_s"_a = nb::none(),
-          "recv = sum of all send; may be the same tensor. Types as reduce_scatter_v.")
+      .def("all_reduce", send_recv<>(&Communicator::all_reduce), "send"_a.none(), "recv"_a.none(),
+           nb::kw_only(), "timeout_s"_a = nb::none(),
+           "recv = sum of all send; may be the same tensor. Types as reduce_scatter_v.")
       .def(
           "all_gather_bytes",
           [](Communicator& self, const nb::bytes& data, Seconds timeout_s) {

@@ -336,15 +336,18 @@ nb::object new_tensor(DType dtype, const std::vector<std::int64_t>& shape, Frame
   return cast_as(view, framework, owner);
 }
 
-nb::object TensorCache::get(const TensorView& view, Framework framework,
-                            const std::shared_ptr<const void>& owner) {
-  if (!view.has_value()) return nb::none();
+nb::object TensorCache::find(const TensorView& view, Framework framework) const {
   const auto range = entries_.equal_range(view.data);
   for (auto it = range.first; it != range.second; ++it) {
     if (it->second.framework == framework && same(it->second.view, view)) {
       return it->second.tensor;
     }
   }
+  return {};
+}
+
+nb::object TensorCache::make(const TensorView& view, Framework framework,
+                             const std::shared_ptr<const void>& owner) {
   if (entries_.size() >= kMaxEntries) entries_.clear();
   nb::object tensor = make_tensor(view, framework, owner);
   entries_.emplace(view.data, Entry{view, framework, tensor});

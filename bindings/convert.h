@@ -76,8 +76,11 @@ nb::object new_tensor(DType dtype, const std::vector<std::int64_t>& shape, Frame
 /// Tensor objects over memory of one AllToAll, made once: making one costs microseconds.
 class TensorCache {
  public:
-  nb::object get(const TensorView& view, Framework framework,
-                 const std::shared_ptr<const void>& owner);
+  /// The tensor that was made over `view`, or an invalid object.
+  nb::object find(const TensorView& view, Framework framework) const;
+  /// Makes one; `owner` keeps its memory alive.
+  nb::object make(const TensorView& view, Framework framework,
+                  const std::shared_ptr<const void>& owner);
   void clear() { entries_.clear(); }
 
  private:

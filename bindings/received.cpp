@@ -38,9 +38,17 @@ void leave(BoundReceived& self, nb::handle error) {
 }
 
 void bind_views(nb::class_<BoundReceived>& c) {
-  c.def_prop_ro("payloads", &payloads_of, nb::sig("def payloads(self) -> list[typing.Any]"),
-                "Received rows per payload: rank_major [R, m, ...], gathered [sum of T, ...],\n"
-                "expert_major [L, R*m, ...]; views, valid until the combine is called.")
+  c.def_prop_ro(
+       "payloads", &payloads_of, nb::sig("def payloads(self) -> list[typing.Any]"),
+       "Received rows per payload: rank_major [R, m, ...], gathered [sum of T, ...],\n"
+       "expert_major [L, R*m, ...], flat [N, ...], flat_by_expert [N', ...]; views, valid\n"
+       "until the combine is called. With a dispatch_wire the first is float8_e4m3fn.")
+      .def_prop_ro(
+          "scales", [](BoundReceived& self) { return self.tensor(self.core.scales()); },
+          nb::sig("def scales(self) -> typing.Any"),
+          "With a dispatch_wire: what each 128 elements of the first payload's rows are to be\n"
+          "multiplied by: its leading dimensions, then ceil(H / 128), float32; wire_scale ue8m0:\n"
+          "uint8 e, meaning 2**(e - 127). Else None.")
       .def_prop_ro(
           "rank_counts", [](BoundReceived& self) { return self.tensor(self.core.rank_counts()); },
           nb::sig("def rank_counts(self) -> typing.Any"), "[R] int32: rows from each rank.")
@@ -52,19 +60,26 @@ void bind_views(nb::class_<BoundReceived>& c) {
       .def_prop_ro(
           "offsets", [](BoundReceived& self) { return self.tensor(self.core.offsets()); },
           nb::sig("def offsets(self) -> typing.Any"),
-          "[L+1] int32: exclusive sums of expert_counts.")
+          "[L+1] int32: exclusive sums of expert_counts; flat_by_expert: where each expert's "
+          "group\n"
+          "begins.")
       .def_prop_ro(
           "num_rows", [](BoundReceived& self) { return self.tensor(self.core.num_rows()); },
-          nb::sig("def num_rows(self) -> typing.Any"), "[1] int32: rows received.")
+          nb::sig("def num_rows(self) -> typing.Any"),
+          "[1] int32: rows received, one per (token, rank); gathered: all tokens; flat_by_expert:\n"
+          "rows of the layout, zero rows within the groups included. With max_recv_rows also\n"
+          "those that were dropped.")
       .def_prop_ro(
           "topk_ids", [](BoundReceived& self) { return self.tensor(self.core.topk_ids()); },
           nb::sig("def topk_ids(self) -> typing.Any"),
-          "[R, m, K] or [sum of T, K] int32 global ids as sent, invalid_expert_id in rows without\n"
-          "a token; None for expert_major or when no ids were given.")
+          "[R, m, K], [sum of T, K] or [N, K] int32 global ids as sent (with replicas: physical),\n"
+          "invalid_expert_id in rows without a token; None for layouts per expert or when no ids\n"
+          "were given.")
       .def_prop_ro(
           "topk_weights", [](BoundReceived& self) { return self.tensor(self.core.topk_weights()); },
           nb::sig("def topk_weights(self) -> typing.Any"),
-          "[R, m, K], [sum of T, K] or [L, R*m] float32; None when no weights were given.")
+          "[R, m, K], [sum of T, K], [N, K] or (per expert) [L, R*m], [N'] float32; None when no\n"
+          "weights were given.")
       .def_prop_ro(
           "source_rank", [](BoundReceived& self) { return self.tensor(self.core.source_rank()); },
           nb::sig("def source_rank(self) -> typing.Any"), "Per row int32, -1 in padding.")
@@ -73,9 +88,7 @@ void bind_views(nb::class_<BoundReceived>& c) {
           nb::sig("def source_token(self) -> typing.Any"), "Per row int32, -1 in padding.");
 }
 
-}  // namespace
-
-void bind_received(nb::module_& m) {
+void bind_values(nb::module_& m) {
   nb::class_<Round>(m, "Round", "One dispatch that waits for its combine.")
       .def_ro("number", &Round::number, "Counts the rounds of one AllToAll from 0.")
       .def_ro("generation", &Round::generation)
@@ -92,7 +105,12 @@ void bind_received(nb::module_& m) {
       .def_ro("rank_counts", &HostCounts::rank_counts)
       .def_ro("expert_counts", &HostCounts::expert_counts)
       .def_ro("num_rows", &HostCounts::num_rows);
+}
 
+}  // namespace
+
+void bind_received(nb::module_& m) {
+  bind_values(m);
   nb::class_<BoundReceived> c(m, "Received",
                               "What one dispatch received. Valid until its combine or release is\n"
                               "called; afterwards every attribute raises InvalidState.");

@@ -83,6 +83,22 @@ TEST_P(AllToAllConformance, ExpertsMayBePlacedInTurnOrByTable) {
   run_kind(placed, RoutingKind::kUniform);
 }
 
+TEST_P(AllToAllConformance, CopiesOfAnExpertShareItsTokens) {
+  AllToAllConfig placed = config();
+  // Every logical expert has up to three copies, on one rank or on several; the last has one.
+  std::vector<std::int32_t> ranks;
+  std::vector<std::int32_t> logical;
+  for (int expert = 0; expert < placed.num_experts; ++expert) {
+    ranks.push_back((expert * 2 + expert / 3) % num_ranks());
+    logical.push_back(expert + 1 == placed.num_experts ? placed.num_experts / 3 : expert / 3);
+  }
+  placed.placement = Placement::from_replicas(ranks, logical);
+  for (const RoutingKind kind : {RoutingKind::kUniform, RoutingKind::kDuplicates,
+                                 RoutingKind::kSomeNone, RoutingKind::kAllToOne}) {
+    run_kind(placed, kind);
+  }
+}
+
 TEST_P(AllToAllConformance, TopKIsNotLimitedToALane) {
   AllToAllConfig wide = config();
   wide.num_experts = 40;
@@ -216,6 +232,51 @@ TEST_P(AllToAllConformance, TokenCountsThatTheCallerKnowsAreAccepted) {
   });
 }
 
+TEST_P(FlatConformance, RowsPastTheLimitAreDroppedCountedAndMissingFromTheSums) {
+  for (const std::int64_t limit : {1, 5, 16, 500}) {
+    AllToAllConfig limited = config();
+    limited.max_recv_rows = limit;
+    limited.debug_poison = limit == 5;  // what nobody wrote is NaN
+    std::vector<RoundPlan> plans;
+    for (const RoutingKind kind :
+         {RoutingKind::kUniform, RoutingKind::kAllNone, RoutingKind::kDuplicates,
+          RoutingKind::kUneven, RoutingKind::kAllToOne}) {
+      plans.push_back(plan_of(limited, kind, 3));
+      plans.back().zero_copy = kind != RoutingKind::kDuplicates;
+    }
+    run(limited, [&](AllToAll& all_to_all) {
+      std::int64_t num_dropped = 0;
+      EXPECT_EQ(all_to_all.capacities().rows, limit);
+      for (const RoundPlan& plan : plans) {
+        RoundRun round(all_to_all, plan);
+        round.dispatch();
+        num_dropped += testing::expected_rows(plan.exchange, all_to_all.rank()).num_dropped;
+        EXPECT_EQ(all_to_all.num_dropped_rows(), num_dropped);
+        round.combine(/*release=*/false);
+        round.combine();
+      }
+    });
+  }
+}
+
+TEST_P(GroupConformance, GroupsAreFilledUpWithZeroRows) {
+  for (const std::int64_t alignment : {2, 8, 128}) {
+    for (const bool is_limited : {false, true}) {
+      AllToAllConfig aligned = config();
+      aligned.expert_alignment = alignment;
+      if (is_limited) aligned.max_recv_rows = 11;
+      std::vector<RoundPlan> plans;
+      // Full rounds leave rows behind where later ones must have zeros.
+      for (const RoutingKind kind :
+           {RoutingKind::kUniform, RoutingKind::kOneToken, RoutingKind::kAllToOne,
+            RoutingKind::kSomeNone, RoutingKind::kZeroTokens, RoutingKind::kUneven}) {
+        plans.push_back(plan_of(aligned, kind, 4));
+      }
+      run_rounds(aligned, plans);
+    }
+  }
+}
+
 TEST_P(GatheredConformance, RowsNeedNoIds) {
   RoundPlan plan = plan_of(config(), RoutingKind::kUneven);
   plan.exchange.has_ids = false;
@@ -261,8 +322,7 @@ TEST_P(AllToAllConformance, ResultPartialAndOutMayDifferInType) {
         plans.push_back(plan_of(typed, RoutingKind::kSkewed));
         plans.back().y_dtype = y;
         plans.back().out_dtype = out;
-        // rank_major results travel as they are, so in place they have the type that travels.
-        plans.back().zero_copy = y == combine_dtype || typed.layout != Layout::kRankMajor;
+        plans.back().zero_copy = y == combine_dtype || !testing::results_travel_in_place(typed);
       }
     }
     run_rounds(typed, plans);

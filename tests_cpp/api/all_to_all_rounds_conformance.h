@@ -216,8 +216,7 @@ TEST_P(RoundsConformance, GapsBetweenRowsAreNeverWritten) {
   const auto for_each_gap = [&](const Received& received, const auto& visit) {
     for (std::size_t i = 0; i < plan.payloads.size(); ++i) {
       const TensorView& view = received.payloads()[i];
-      std::int64_t num_rows = view.shape[0];
-      if (guarded.layout != Layout::kGathered) num_rows *= view.shape[1];
+      const std::int64_t num_rows = testing::num_rows_of(view, guarded.layout);
       const std::int64_t row_bytes = plan.payloads[i].row_shape[0] * size_of(view.dtype);
       for (std::int64_t row = 0; row < num_rows; ++row) {
         visit(testing::row_of(view, guarded.layout, row) + row_bytes);

@@ -26,7 +26,8 @@ AllToAllConfig resolved(const Change& change) {
   config.top_k = 2;
   config.max_tokens_per_rank = 16;
   config.hidden = 10;
-  config.layout = Layout::kExpertMajor;
+  config.layout = Layout::kFlatByExpert;
+  config.strategy = Strategy::kLowLatency;
   config.combine_dtype = DType::kBFloat16;
   change(config);
   return resolve(config, 4).config;
@@ -43,10 +44,21 @@ std::map<std::string, Change> shared_fields() {
       {"dispatch_row_bytes", [](AllToAllConfig& c) { c.extra_bytes_per_token = 3; }},
       {"combine_row_bytes", [](AllToAllConfig& c) { c.combine_row_bytes = 40; }},
       {"strategy", [](AllToAllConfig& c) { c.strategy = Strategy::kBroadcast; }},
-      {"layout", [](AllToAllConfig& c) { c.layout = Layout::kRankMajor; }},
+      {"layout", [](AllToAllConfig& c) { c.layout = Layout::kExpertMajor; }},
       {"weighting", [](AllToAllConfig& c) { c.weighting = Weighting::kOrigin; }},
       {"placement", [](AllToAllConfig& c) { c.placement = Placement::round_robin(); }},
       {"combine_dtype", [](AllToAllConfig& c) { c.combine_dtype = DType::kFloat16; }},
+      {"placement.logical_of_expert",
+       [](AllToAllConfig& c) {
+         c.placement = Placement::from_replicas({0, 0, 1, 1, 2, 2, 3, 3}, {0, 1, 2, 3, 4, 5, 6, 0});
+       }},
+      {"max_recv_rows", [](AllToAllConfig& c) { c.max_recv_rows = 9; }},
+      {"expert_alignment", [](AllToAllConfig& c) { c.expert_alignment = 8; }},
+      {"max_local_experts", [](AllToAllConfig& c) { c.max_local_experts = 3; }},
+      {"dispatch_wire", [](AllToAllConfig& c) { c.dispatch_wire = Wire::kFp8E4M3; }},
+      {"combine_wire", [](AllToAllConfig& c) { c.combine_wire = Wire::kFp8E4M3; }},
+      {"wire_scale", [](AllToAllConfig& c) { c.wire_scale = WireScale::kUe8m0; }},
+      {"channel_bytes", [](AllToAllConfig& c) { c.channel_bytes = 4096; }},
       {"max_in_flight", [](AllToAllConfig& c) { c.max_in_flight = 2; }},
       {"deterministic", [](AllToAllConfig& c) { c.deterministic = false; }},
       {"check_ids", [](AllToAllConfig& c) { c.check_ids = CheckIds::kDrop; }},
@@ -76,8 +88,13 @@ TEST(ConfigEncodingTest, EachDifferenceNamesItsFieldAndBothValues) {
     const std::string text = testing::expect_error<InvalidArgument>({}, [&, &change = change] {
       compare_encoded({encoded(), encoded(), encoded(change)}, "AllToAll 'moe'");
     });
-    // A field may change others with it: `hidden` comes before the sizes that follow from it.
-    EXPECT_THAT(text, HasSubstr("AllToAll 'moe': " + name + " differs between ranks: rank 0 has "));
+    // A field may change others with it: `hidden` comes before the sizes that follow from it,
+    // a wire behind them.
+    const std::string first = name == "dispatch_wire"                 ? "dispatch_row_bytes"
+                              : name == "placement.logical_of_expert" ? "placement"
+                                                                      : name;
+    EXPECT_THAT(text,
+                HasSubstr("AllToAll 'moe': " + first + " differs between ranks: rank 0 has "));
     EXPECT_THAT(text, HasSubstr(", rank 2 has "));
   }
 }
@@ -103,6 +120,15 @@ TEST(ConfigEncodingTest, TablesOfRanksAreCompared) {
       c.placement = Placement::from_table({0, 1, 2, 3, 0, 1, 2, last});
     });
   };
+  const auto replicas = [](std::int32_t last) {
+    return encoded([last](AllToAllConfig& c) {
+      c.placement = Placement::from_replicas({0, 1, 2, 3, 0, 1, 2, 3}, {0, 1, 2, 3, 4, 5, 6, last});
+    });
+  };
+  EXPECT_THAT(testing::expect_error<InvalidArgument>(
+                  {}, [&] { compare_encoded({replicas(0), replicas(1)}, "AllToAll"); }),
+              HasSubstr("placement.logical_of_expert differs between ranks: rank 0 has 0 1 2 3 4 5 "
+                        "6 0, rank 1 has 0 1 2 3 4 5 6 1"));
   EXPECT_NO_THROW(compare_encoded({table(3), table(3)}, "AllToAll"));
   EXPECT_THAT(testing::expect_error<InvalidArgument>(
                   {}, [&] { compare_encoded({table(3), table(2)}, "AllToAll"); }),
@@ -119,13 +145,13 @@ TEST(ConfigEncodingTest, RanksMayDifferInNamesTimeoutsAndLocalKnobs) {
     c.test_knobs.stop_at_step = 7;
     c.test_knobs.isa = "portable";
     c.test_knobs.streaming_stores = false;
+    c.test_knobs.min_worker_bytes = 0;
   });
   EXPECT_EQ(other, encoded());
 }
 
 TEST(ConfigEncodingTest, DefaultsEqualTheirValuesWrittenOut) {
   EXPECT_EQ(encoded([](AllToAllConfig& c) {
-              c.strategy = Strategy::kOneSided;
               c.check_ids = CheckIds::kRaise;
               c.dispatch_row_bytes = 20;
               c.combine_row_bytes = 20;

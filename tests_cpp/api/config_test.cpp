@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/kernels.h"
+#include "exchange/exchange.h"
 #include "fanfold/error.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -22,6 +23,9 @@ using ::testing::HasSubstr;
 using Change = std::function<void(AllToAllConfig&)>;
 
 constexpr int kNumRanks = 4;
+constexpr Strategy kStrategies[] = {
+    Strategy::kBroadcast, Strategy::kGatherScatter,  Strategy::kBatched,   Strategy::kOneSided,
+    Strategy::kTwoSided,  Strategy::kHighThroughput, Strategy::kLowLatency};
 
 AllToAllConfig small_config() {
   AllToAllConfig config;
@@ -83,6 +87,20 @@ std::vector<Range> ranges() {
        [](AllToAllConfig& c, std::int64_t v) { c.dispatch_row_bytes = v; }},
       {"combine_row_bytes", 1, std::int64_t{1} << 40,
        [](AllToAllConfig& c, std::int64_t v) { c.combine_row_bytes = v; }},
+      {"max_recv_rows", 1, INT32_MAX,
+       [](AllToAllConfig& c, std::int64_t v) {
+         c.layout = Layout::kFlat;
+         c.max_recv_rows = v;
+       }},
+      {"expert_alignment", 1, 65536,
+       [](AllToAllConfig& c, std::int64_t v) {
+         c.layout = Layout::kFlatByExpert;
+         c.expert_alignment = v;
+       }},
+      {"channel_bytes", 4096, std::int64_t{1} << 30,
+       [](AllToAllConfig& c, std::int64_t v) { c.channel_bytes = v; }},
+      {"max_local_experts", 0, 8,
+       [](AllToAllConfig& c, std::int64_t v) { c.max_local_experts = static_cast<int>(v); }},
   };
 }
 
@@ -255,32 +273,89 @@ TEST(ConfigChoiceTest, AutoTakesOneSidedWhereItGivesTheLayout) {
   }
 }
 
-TEST(ConfigChoiceTest, AutoTakesBroadcastForGathered) {
+TEST(ConfigChoiceTest, AutoTakesGatherScatterForGathered) {
   const ResolvedConfig chosen =
       resolve(changed([](AllToAllConfig& c) { c.layout = Layout::kGathered; }), kNumRanks);
-  EXPECT_EQ(chosen.config.strategy, Strategy::kBroadcast);
-  EXPECT_EQ(chosen.choice, "broadcast: the strategy that gives layout gathered");
+  EXPECT_EQ(chosen.config.strategy, Strategy::kGatherScatter);
+  EXPECT_EQ(chosen.choice,
+            "gather_scatter: layout gathered wants every row on every rank, and sums go home once");
+}
+
+TEST(ConfigChoiceTest, AutoTakesHighThroughputForExactlyTheRowsThatArrive) {
+  for (const Layout layout : {Layout::kFlat, Layout::kFlatByExpert}) {
+    const auto flat = [layout](AllToAllConfig& c) { c.layout = layout; };
+    const ResolvedConfig chosen = resolve(changed(flat), kNumRanks);
+    EXPECT_EQ(chosen.config.strategy, Strategy::kHighThroughput);
+    EXPECT_EQ(chosen.choice, std::string("high_throughput: layout ") + name_of(layout) +
+                                 " of as many rows as arrive takes memory for no more than these");
+    const auto bounded = [&flat](AllToAllConfig& c) {
+      flat(c);
+      c.max_recv_rows = 5;
+    };
+    EXPECT_EQ(resolved(bounded).strategy, Strategy::kOneSided);
+  }
+}
+
+TEST(ConfigChoiceTest, AutoTakesLowLatencyForWires) {
+  for (const bool home : {false, true}) {
+    const ResolvedConfig chosen = resolve(changed([home](AllToAllConfig& c) {
+                                            c.layout = Layout::kExpertMajor;
+                                            (home ? c.combine_wire : c.dispatch_wire) =
+                                                Wire::kFp8E4M3;
+                                          }),
+                                          kNumRanks);
+    EXPECT_EQ(chosen.config.strategy, Strategy::kLowLatency);
+    EXPECT_EQ(chosen.choice, "low_latency: the strategy that packs rows for the wire");
+  }
 }
 
 TEST(ConfigChoiceTest, ANamedStrategyIsTaken) {
-  for (const Strategy strategy : {Strategy::kOneSided, Strategy::kBroadcast}) {
-    const ResolvedConfig chosen =
-        resolve(changed([strategy](AllToAllConfig& c) { c.strategy = strategy; }), kNumRanks);
+  for (const Strategy strategy : kStrategies) {
+    const ResolvedConfig chosen = resolve(changed([strategy](AllToAllConfig& c) {
+                                            c.strategy = strategy;
+                                            c.layout = Layout::kFlat;
+                                          }),
+                                          kNumRanks);
     EXPECT_EQ(chosen.config.strategy, strategy);
     EXPECT_EQ(chosen.choice, std::string(name_of(strategy)) + ": asked for by name");
-    EXPECT_EQ(capabilities_of(strategy).strategy, strategy);
+    EXPECT_EQ(exchange::capabilities_of(strategy).strategy, strategy);
   }
 }
 
 TEST(ConfigChoiceTest, ALayoutThatTheStrategyLacksIsUnsupported) {
-  EXPECT_EQ(error_of<Unsupported>([](AllToAllConfig& c) {
-              c.strategy = Strategy::kOneSided;
-              c.layout = Layout::kGathered;
-            }),
-            "layout: strategy one_sided gives rank_major, expert_major; got gathered");
+  const auto error = [](Strategy strategy, Layout layout) {
+    return error_of<Unsupported>([&](AllToAllConfig& c) {
+      c.strategy = strategy;
+      c.layout = layout;
+    });
+  };
+  EXPECT_EQ(error(Strategy::kOneSided, Layout::kGathered),
+            "layout: strategy one_sided gives rank_major, expert_major, flat, flat_by_expert; got "
+            "gathered");
+  EXPECT_EQ(error(Strategy::kHighThroughput, Layout::kRankMajor),
+            "layout: strategy high_throughput gives flat, flat_by_expert; got rank_major");
 }
 
-TEST(ConfigChoiceTest, OnlyExpertMajorWeighsElsewhereThanAtTheExperts) {
+TEST(ConfigChoiceTest, TheLayoutsOfAStrategyAreThoseThatItGives) {
+  for (const Strategy strategy : kStrategies) {
+    const Capabilities record = exchange::capabilities_of(strategy);
+    for (const Layout layout : {Layout::kRankMajor, Layout::kGathered, Layout::kExpertMajor,
+                                Layout::kFlat, Layout::kFlatByExpert}) {
+      const auto with = [&](AllToAllConfig& c) {
+        c.strategy = strategy;
+        c.layout = layout;
+      };
+      if (::testing::Value(record.layouts, ::testing::Contains(layout))) {
+        EXPECT_EQ(resolved(with).layout, layout);
+      } else {
+        error_of<Unsupported>(with);
+        EXPECT_THAT(record.native_layouts, ::testing::Not(::testing::Contains(layout)));
+      }
+    }
+  }
+}
+
+TEST(ConfigChoiceTest, OnlyLayoutsPerExpertWeighElsewhereThanAtTheExperts) {
   for (const Weighting weighting : {Weighting::kCarried, Weighting::kOrigin}) {
     const auto of_layout = [weighting](Layout layout) {
       return [weighting, layout](AllToAllConfig& c) {
@@ -289,11 +364,87 @@ TEST(ConfigChoiceTest, OnlyExpertMajorWeighsElsewhereThanAtTheExperts) {
       };
     };
     EXPECT_NO_THROW(resolved(of_layout(Layout::kExpertMajor)));
-    for (const Layout layout : {Layout::kRankMajor, Layout::kGathered}) {
+    EXPECT_NO_THROW(resolved(of_layout(Layout::kFlatByExpert)));
+    for (const Layout layout : {Layout::kRankMajor, Layout::kGathered, Layout::kFlat}) {
       EXPECT_EQ(error_of(of_layout(layout)), std::string("weighting: layout ") + name_of(layout) +
                                                  " expects applied, got " + name_of(weighting));
     }
   }
+}
+
+// --- Limits and wires -------------------------------------------------------------------------
+
+TEST(ConfigLimitTest, OnlyFlatRowsHaveALimitOfTheirOwn) {
+  for (const Layout layout : {Layout::kRankMajor, Layout::kGathered, Layout::kExpertMajor}) {
+    EXPECT_EQ(error_of([layout](AllToAllConfig& c) {
+                c.layout = layout;
+                c.max_recv_rows = 5;
+              }),
+              std::string("max_recv_rows: expected none (only flat and flat_by_expert have it), "
+                          "got 5 with layout ") +
+                  name_of(layout));
+  }
+}
+
+TEST(ConfigLimitTest, OnlyGroupsAreAligned) {
+  for (const Layout layout :
+       {Layout::kRankMajor, Layout::kGathered, Layout::kExpertMajor, Layout::kFlat}) {
+    EXPECT_EQ(error_of([layout](AllToAllConfig& c) {
+                c.layout = layout;
+                c.expert_alignment = 2;
+              }),
+              std::string("expert_alignment: expected 1 (only flat_by_expert has groups), got 2 "
+                          "with layout ") +
+                  name_of(layout));
+  }
+}
+
+TEST(ConfigWireTest, OnlyLowLatencyPacksRows) {
+  for (const Strategy strategy : kStrategies) {
+    if (strategy == Strategy::kLowLatency) continue;
+    for (const bool home : {false, true}) {
+      EXPECT_EQ(error_of<Unsupported>([&](AllToAllConfig& c) {
+                  c.strategy = strategy;
+                  c.layout = Layout::kFlatByExpert;
+                  (home ? c.combine_wire : c.dispatch_wire) = Wire::kFp8E4M3;
+                }),
+                std::string(home ? "combine_wire" : "dispatch_wire") + ": strategy " +
+                    name_of(strategy) +
+                    " sends rows as they are (low_latency packs them); got fp8_e4m3");
+    }
+  }
+}
+
+TEST(ConfigWireTest, ResultsArePackedWhereTheyAreSums) {
+  EXPECT_EQ(error_of([](AllToAllConfig& c) { c.combine_wire = Wire::kFp8E4M3; }),
+            "combine_wire: expected none (it packs the sums of layouts per expert), got fp8_e4m3 "
+            "with layout rank_major");
+}
+
+TEST(ConfigWireTest, WhatIsPackedMustBeNumbers) {
+  EXPECT_EQ(error_of([](AllToAllConfig& c) {
+              c.dispatch_wire = Wire::kFp8E4M3;
+              c.dtype = DType::kFloat8E4M3;
+              c.combine_dtype = DType::kBFloat16;
+            }),
+            "dtype: expected float32, float16 or bfloat16 (dispatch_wire packs it), got "
+            "float8_e4m3fn");
+}
+
+TEST(ConfigWireTest, PackedRowsTakeOneBytePerElementAndTheirScales) {
+  const auto row_bytes = [](std::int64_t hidden, WireScale scale) {
+    return *resolved([&](AllToAllConfig& c) {
+              c.hidden = hidden;
+              c.dtype = DType::kBFloat16;
+              c.dispatch_wire = Wire::kFp8E4M3;
+              c.wire_scale = scale;
+              c.extra_bytes_per_token = 3;
+            }).dispatch_row_bytes;
+  };
+  EXPECT_EQ(row_bytes(10, WireScale::kFloat32), 12 + 4 + 3);
+  EXPECT_EQ(row_bytes(256, WireScale::kFloat32), 256 + 2 * 4 + 3);
+  EXPECT_EQ(row_bytes(256, WireScale::kUe8m0), 256 + 4 + 3);
+  EXPECT_EQ(row_bytes(257, WireScale::kUe8m0), 260 + 4 + 3);
 }
 
 TEST(ConfigChoiceTest, IdsAreCheckedUnlessTheyAreToBeDropped) {

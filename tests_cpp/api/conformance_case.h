@@ -40,23 +40,23 @@ inline void PrintTo(const ConformanceCase& c, std::ostream* out) {
        << c.num_ranks << " ranks";
 }
 
-/// Pairs of layout and weighting that the contract allows.
-inline std::vector<ConformanceCase> conformance_cases(Strategy strategy,
-                                                      const std::vector<Layout>& layouts,
+/// Cases of one strategy and layout: every weighting that the contract pairs with it.
+inline std::vector<ConformanceCase> conformance_cases(Strategy strategy, Layout layout,
                                                       const std::vector<int>& rank_counts,
                                                       SpawnRanks spawn) {
   std::vector<ConformanceCase> cases;
-  for (const Layout layout : layouts) {
-    for (const Weighting weighting :
-         {Weighting::kApplied, Weighting::kCarried, Weighting::kOrigin}) {
-      if (layout != Layout::kExpertMajor && weighting != Weighting::kApplied) continue;
-      for (const int num_ranks : rank_counts) {
-        cases.push_back({strategy, layout, weighting, num_ranks, spawn});
-      }
+  for (const Weighting weighting : {Weighting::kApplied, Weighting::kCarried, Weighting::kOrigin}) {
+    if (!is_per_expert(layout) && weighting != Weighting::kApplied) continue;
+    for (const int num_ranks : rank_counts) {
+      cases.push_back({strategy, layout, weighting, num_ranks, spawn});
     }
   }
   return cases;
 }
+
+constexpr Strategy kStrategies[] = {
+    Strategy::kBroadcast, Strategy::kGatherScatter,  Strategy::kBatched,   Strategy::kOneSided,
+    Strategy::kTwoSided,  Strategy::kHighThroughput, Strategy::kLowLatency};
 
 inline std::vector<ConformanceCase> select(const std::vector<ConformanceCase>& cases,
                                            bool (*is_wanted)(const ConformanceCase&)) {
@@ -120,6 +120,8 @@ class AllToAllConformance : public ::testing::TestWithParam<ConformanceCase> {
 class AppliedConformance : public AllToAllConformance {};
 class OriginConformance : public AllToAllConformance {};
 class GatheredConformance : public AllToAllConformance {};
+class FlatConformance : public AllToAllConformance {};   // flat and flat_by_expert
+class GroupConformance : public AllToAllConformance {};  // flat_by_expert
 class MaskConformance : public AllToAllConformance {};
 
 }  // namespace fanfold

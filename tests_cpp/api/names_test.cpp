@@ -37,14 +37,21 @@ void expect_names(const std::vector<std::pair<Enum, std::string>>& names, const 
 TEST(NamesTest, StrategiesHaveNames) {
   expect_names<Strategy>({{Strategy::kAuto, "auto"},
                           {Strategy::kBroadcast, "broadcast"},
-                          {Strategy::kOneSided, "one_sided"}},
+                          {Strategy::kGatherScatter, "gather_scatter"},
+                          {Strategy::kBatched, "batched"},
+                          {Strategy::kOneSided, "one_sided"},
+                          {Strategy::kTwoSided, "two_sided"},
+                          {Strategy::kHighThroughput, "high_throughput"},
+                          {Strategy::kLowLatency, "low_latency"}},
                          "strategy", strategy_from_name);
 }
 
 TEST(NamesTest, LayoutsHaveNames) {
   expect_names<Layout>({{Layout::kRankMajor, "rank_major"},
                         {Layout::kGathered, "gathered"},
-                        {Layout::kExpertMajor, "expert_major"}},
+                        {Layout::kExpertMajor, "expert_major"},
+                        {Layout::kFlat, "flat"},
+                        {Layout::kFlatByExpert, "flat_by_expert"}},
                        "layout", layout_from_name);
 }
 
@@ -68,6 +75,15 @@ TEST(NamesTest, SanitizePoliciesHaveNames) {
                                "policy", sanitize_policy_from_name);
 }
 
+TEST(NamesTest, WiresHaveNames) {
+  expect_names<Wire>({{Wire::kNone, "none"}, {Wire::kFp8E4M3, "fp8_e4m3"}}, "wire", wire_from_name);
+}
+
+TEST(NamesTest, ScalesOfWiresHaveNames) {
+  expect_names<WireScale>({{WireScale::kFloat32, "float32"}, {WireScale::kUe8m0, "ue8m0"}},
+                          "wire_scale", wire_scale_from_name);
+}
+
 TEST(PlacementNameTest, TwoPlacementsHaveNames) {
   EXPECT_EQ(placement_from_name("linear").kind, Placement::Kind::kLinear);
   EXPECT_EQ(placement_from_name("round_robin").kind, Placement::Kind::kRoundRobin);
@@ -88,6 +104,11 @@ TEST(PlacementNameTest, PlacementsKeepWhatTheyAreMadeFrom) {
   const Placement table = Placement::from_table({2, 0, 1});
   EXPECT_EQ(table.kind, Placement::Kind::kTable);
   EXPECT_THAT(table.table, ElementsAre(2, 0, 1));
+  EXPECT_THAT(table.logical_of_expert, IsEmpty());
+  const Placement replicas = Placement::from_replicas({2, 0, 1}, {0, 1, 0});
+  EXPECT_EQ(replicas.kind, Placement::Kind::kTable);
+  EXPECT_THAT(replicas.table, ElementsAre(2, 0, 1));
+  EXPECT_THAT(replicas.logical_of_expert, ElementsAre(0, 1, 0));
 }
 
 }  // namespace

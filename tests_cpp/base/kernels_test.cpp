@@ -120,6 +120,8 @@ class KernelsTest : public ::testing::TestWithParam<Isa> {
                        row_dtype, static_cast<std::int64_t>(hidden));
   }
 
+  void expect_copies(bool through_cache) const;
+
   void check_sum(const SumCase& c, RandomBits& random) const {
     std::vector<Bytes> storage;
     std::vector<const void*> rows;
@@ -341,7 +343,7 @@ TEST_P(KernelsTest, FloatsRoundToNearestEven) {
   }
 }
 
-TEST_P(KernelsTest, CopyWritesItsBytesAndNothingElse) {
+void KernelsTest::expect_copies(bool through_cache) const {
   RandomBits random(kSeed);
   std::vector<std::size_t> sizes = {511, 512, 513, 1000, 4096, 14336, 100'003};
   for (std::size_t size = 0; size <= 330; ++size) sizes.push_back(size);
@@ -358,7 +360,12 @@ TEST_P(KernelsTest, CopyWritesItsBytesAndNothingElse) {
         ASSERT_NE(std::align(64, size + 192, aligned, space), nullptr);
         std::byte* dst = static_cast<std::byte*>(aligned) + 64 + head;
         std::fill_n(dst - 64, size + 128, kGuard);
-        kernels_->copy_streaming(dst, content.data() + source, static_cast<std::int64_t>(size));
+        const auto bytes = static_cast<std::int64_t>(size);
+        if (through_cache) {
+          kernels_->copy_fetching(dst, content.data() + source, bytes, content.data());
+        } else {
+          kernels_->copy_streaming(dst, content.data() + source, bytes);
+        }
         kernels_->store_fence();
         ASSERT_TRUE(std::equal(dst, dst + size, content.data() + source))
             << size << " bytes from offset " << source << " to " << head << ", seed " << kSeed;
@@ -369,8 +376,13 @@ TEST_P(KernelsTest, CopyWritesItsBytesAndNothingElse) {
   }
 }
 
+TEST_P(KernelsTest, CopyPastTheCacheWritesItsBytesAndNothingElse) { expect_copies(false); }
+
+TEST_P(KernelsTest, CopyThroughTheCacheWritesItsBytesAndNothingElse) { expect_copies(true); }
+
 TEST_P(KernelsTest, CopyOfNothingTakesNullPointers) {
   kernels_->copy_streaming(nullptr, nullptr, 0);
+  kernels_->copy_fetching(nullptr, nullptr, 0, nullptr);
   kernels_->store_fence();
 }
 

@@ -67,6 +67,29 @@ TEST(MappingTest, SharedMemoryIsClosedByExecAndIsTheUsersAlone) {
   EXPECT_EQ(status.st_mode & 0777U, 0600U);
 }
 
+TEST(MappingTest, ReservedMemoryTakesUpNoneUntilItIsTouched) {
+  constexpr std::int64_t kBytes = std::int64_t{1} << 36;  // more than the machine need have
+  const FileDescriptor fd = create_shared_memory(kBytes);
+  const Mapping one(fd, kBytes, Pages::kReserved);
+  const Mapping other(fd, kBytes, Pages::kReserved);
+  const auto taken = [&] {
+    struct stat status{};
+    EXPECT_EQ(::fstat(fd.get(), &status), 0);
+    return std::int64_t{status.st_blocks} * 512;
+  };
+  EXPECT_EQ(taken(), 0);
+  const std::int64_t offset = kBytes / 2 + 100;
+  other.data()[offset] = std::byte{7};
+  one.touch(offset, 5 * kHugePage);
+  EXPECT_EQ(one.data()[offset], std::byte{7}) << "touching changes nothing";
+  EXPECT_GE(taken(), 5 * kHugePage);
+  EXPECT_LE(taken(), 8 * kHugePage);
+  one.touch(offset, 0);
+  one.touch(offset, 5 * kHugePage);
+  one.touch(kBytes - 1, 1);
+  EXPECT_LE(taken(), 9 * kHugePage);
+}
+
 TEST(MappingTest, MoreThanTheMachineHasIsBadAlloc) {
   EXPECT_THROW((void)round_to_pages(std::int64_t{1} << 60), std::bad_alloc);
   EXPECT_THROW((void)map_private(std::int64_t{1} << 56), std::bad_alloc);

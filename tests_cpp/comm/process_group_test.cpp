@@ -63,6 +63,21 @@ TEST(ProcessGroupTest, EveryRankMapsEveryWindow) {
   });
 }
 
+TEST(ProcessGroupTest, WindowsMayBeLargerThanTheMachineIfTheyAreOnlyReserved) {
+  on_each(3, [](Group& group) {
+    constexpr std::int64_t kBytes = std::int64_t{1} << 36;
+    const Windows windows = group.reserve_windows(kBytes, soon());
+    ASSERT_EQ(windows.size(), 3U);
+    const int next = (group.rank() + 1) % 3;
+    windows[static_cast<std::size_t>(group.rank())]->touch(kBytes - 10, 10);
+    windows[static_cast<std::size_t>(next)]->data()[kBytes - 1] = static_cast<std::byte>(next + 1);
+    (void)group.share_windows(64, soon());  // as a barrier
+    EXPECT_EQ(windows[static_cast<std::size_t>(group.rank())]->data()[kBytes - 1],
+              static_cast<std::byte>(group.rank() + 1));
+    EXPECT_THROW((void)group.reserve_windows(std::int64_t{1} << 60, soon()), std::bad_alloc);
+  });
+}
+
 TEST(ProcessGroupTest, DifferentSizesAreTheSameErrorOnEveryRankAndItGoesOn) {
   on_each(3, [](Group& group) {
     try {

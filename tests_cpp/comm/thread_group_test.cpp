@@ -44,6 +44,24 @@ TEST(ThreadGroupTest, EveryRankGetsTheSameZeroedWindows) {
   }
 }
 
+TEST(ThreadGroupTest, WindowsMayBeLargerThanTheMachineIfTheyAreOnlyReserved) {
+  auto ranks = ThreadGroup::create(3);
+  std::vector<Windows> windows(3);
+  constexpr std::int64_t kBytes = std::int64_t{1} << 36;
+  on_each(ranks, [&](Group& group) {
+    Windows& own = windows[static_cast<std::size_t>(group.rank())];
+    own = group.reserve_windows(kBytes, soon());
+    own[static_cast<std::size_t>(group.rank())]->touch(kBytes - 10, 10);
+    EXPECT_EQ(own[0]->bytes(), kBytes);
+  });
+  EXPECT_EQ(windows[1], windows[0]);
+  EXPECT_EQ(windows[2], windows[0]);
+  on_each(ranks, [](Group& group) {
+    EXPECT_THROW((void)group.reserve_windows(std::int64_t{1} << 60, soon()), std::bad_alloc);
+    EXPECT_THROW((void)group.reserve_windows(100 + 5000 * group.rank(), soon()), InvalidArgument);
+  });
+}
+
 TEST(ThreadGroupTest, DifferentSizesAreTheSameErrorOnEveryRank) {
   auto ranks = ThreadGroup::create(3);
   on_each(ranks, [&](Group& group) {

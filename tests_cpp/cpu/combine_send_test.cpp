@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cpu/hand_made_ranks.h"
@@ -20,6 +22,11 @@ constexpr int kNumLocal = 3;
 constexpr std::int64_t kMaxTokens = 4;  // m
 constexpr std::int64_t kRowsPerExpert = kNumRanks * kMaxTokens;
 constexpr std::int32_t kRankCounts[] = {3, 0, 2};
+/// Where the rows of each source, or of each expert, begin.
+using Begins = std::vector<std::int64_t>;
+const Begins kPadded = {0, kMaxTokens, 2 * kMaxTokens};
+const Begins kDense = {0, 3, 3};
+const Begins kExpertBegin = {0, kRowsPerExpert, 2 * kRowsPerExpert};
 
 /// Five received rows: with one, three, no, two and three experts, of which the order differs.
 plan::ExpertRows small_rows() {
@@ -63,9 +70,12 @@ exec::CombineSendParams params_of(const Types& types, const Bytes& y, Bytes& row
   params.combine_dtype = types.combine;
   params.hidden = types.hidden;
   params.rank_counts = kRankCounts;
-  params.round_max_tokens = kMaxTokens;
-  params.rows_per_expert = kRowsPerExpert;
+  params.row_begin = kPadded.data();
+  params.y_begin = kPadded.data();
+  params.expert_begin = kExpertBegin.data();
+  params.num_y_rows = kNumLocal * kRowsPerExpert;
   params.rows_per_token = 1;
+  params.row_bytes = types.hidden * size_of(types.combine);
   params.rows = rows.data();
   return params;
 }
@@ -75,7 +85,7 @@ void send_alone(const exec::CombineSendParams& params) {
   combine_send(context_alone(hook, kNumRanks, 1), params);
 }
 
-// --- rank_major -------------------------------------------------------------------------------
+// --- A layout per rank ------------------------------------------------------------------------
 
 TEST(CombineSendTest, RankMajorResultsElsewhereAreStagedRowForRow) {
   for (const Types& types : all_types()) {
@@ -106,15 +116,82 @@ TEST(CombineSendTest, RankMajorResultsInTheCombineBufferStayAsTheyAre) {
   }
 }
 
-// --- expert_major -----------------------------------------------------------------------------
+TEST(CombineSendTest, ResultsMayLieDenserOrWiderThanWhatTravels) {
+  for (const auto& [from, to] :
+       {std::pair(kDense, kPadded), std::pair(kPadded, kDense), std::pair(kDense, kDense)}) {
+    for (const Types& types : all_types()) {
+      const std::int64_t y_row = types.hidden * size_of(types.y);
+      const std::int64_t row = types.hidden * size_of(types.combine);
+      const Bytes y = random_numbers(types.y, kRowsPerExpert * types.hidden, kSeed);
+      Bytes rows = testing::untouched_bytes(kRowsPerExpert * row);
+      Bytes expected = rows;
+      for (std::size_t source = 0; source < kNumRanks; ++source) {
+        for (std::int64_t i = 0; i < kRankCounts[source]; ++i) {
+          write_sum(expected.data() + (to[source] + i) * row, types.combine,
+                    {{y.data() + (from[source] + i) * y_row, 1}}, false, types.y, types.hidden);
+        }
+      }
+      exec::CombineSendParams params = params_of(types, y, rows);
+      params.y_begin = from.data();
+      params.row_begin = to.data();
+      send_alone(params);
+      EXPECT_TRUE(same_bytes(rows, expected)) << describe(types);
+    }
+  }
+}
+
+TEST(CombineSendTest, ResultsOfRowsThatWereDroppedAreZeros) {
+  constexpr std::int64_t kAllRows = 5;
+  for (std::int64_t num_kept = 1; num_kept <= kAllRows; ++num_kept) {
+    for (const Types& types : all_types()) {
+      const std::int64_t y_row = types.hidden * size_of(types.y);
+      const std::int64_t row = types.hidden * size_of(types.combine);
+      // No byte behind the rows that were kept may be read.
+      const Bytes y = random_numbers(types.y, num_kept * types.hidden, kSeed);
+      Bytes rows = testing::untouched_bytes(kRowsPerExpert * row);
+      Bytes expected = rows;
+      for (std::int64_t at = 0; at < kAllRows; ++at) {
+        std::vector<Term> terms;
+        if (at < num_kept) terms.push_back({y.data() + at * y_row, 1});
+        write_sum(expected.data() + at * row, types.combine, terms, false, types.y, types.hidden);
+      }
+      exec::CombineSendParams params = params_of(types, y, rows);
+      params.y_begin = params.row_begin = kDense.data();
+      params.num_y_rows = num_kept;
+      send_alone(params);
+      EXPECT_TRUE(same_bytes(rows, expected)) << describe(types) << ", kept " << num_kept;
+    }
+  }
+}
+
+TEST(CombineSendTest, ResultsInPlaceAreFollowedByZerosForRowsThatWereDropped) {
+  constexpr std::int64_t kAllRows = 5;
+  for (std::int64_t num_kept = 0; num_kept <= kAllRows; ++num_kept) {
+    for (const DType dtype : kSummable) {
+      const Types types{dtype, dtype, 7};
+      const std::int64_t row = types.hidden * size_of(dtype);
+      Bytes rows = testing::random_bytes((kAllRows + 1) * row, kSeed);
+      Bytes expected = rows;
+      std::fill(expected.begin() + num_kept * row, expected.begin() + kAllRows * row, std::byte{0});
+      exec::CombineSendParams params = params_of(types, rows, rows);
+      params.y_begin = params.row_begin = kDense.data();
+      params.num_y_rows = num_kept;
+      send_alone(params);
+      EXPECT_TRUE(same_bytes(rows, expected)) << name_of(dtype) << ", kept " << num_kept;
+    }
+  }
+}
+
+// --- Layouts per expert -----------------------------------------------------------------------
 
 /// The experts' rows of a received row, in their order.
 std::vector<Term> terms_of(const plan::ExpertRows& rows, std::size_t row, const Bytes& y,
-                           const Types& types) {
+                           const Types& types, const Begins& expert_begin = kExpertBegin) {
   std::vector<Term> terms;
   for (std::int64_t i = rows.begin[row]; i < rows.begin[row + 1]; ++i) {
     const plan::ExpertRow& from = rows.rows[static_cast<std::size_t>(i)];
-    const std::int64_t at = from.local_expert * kRowsPerExpert + from.position;
+    const std::int64_t at =
+        expert_begin[static_cast<std::size_t>(from.local_expert)] + from.position;
     terms.push_back({y.data() + at * types.hidden * size_of(types.y), from.weight});
   }
   return terms;
@@ -175,6 +252,91 @@ TEST(CombineSendTest, OriginSendsEveryRowUnweightedInTheOrderOfTheColumns) {
     params.rows_per_token = kRowsPerToken;
     send_alone(params);
     EXPECT_TRUE(same_bytes(rows, expected)) << describe(types);
+  }
+}
+
+/// Groups of two, three and three rows, each filled up to a multiple of four.
+const Begins kGroupBegin = {0, 4, 8};
+
+TEST(CombineSendTest, GroupsOfExpertsMayLieAnywhere) {
+  const plan::ExpertRows expert_rows = small_rows();
+  for (const bool carried : {false, true}) {
+    for (const Types& types : all_types()) {
+      const std::int64_t row = types.hidden * size_of(types.combine);
+      const Bytes y = random_numbers(types.y, 12 * types.hidden, kSeed);
+      Bytes rows = testing::untouched_bytes(kRowsPerExpert * row);
+      Bytes expected = rows;
+      for (std::size_t i = 0; i < 5; ++i) {
+        write_sum(expected.data() + static_cast<std::int64_t>(i) * row, types.combine,
+                  terms_of(expert_rows, i, y, types, kGroupBegin), carried, types.y, types.hidden);
+      }
+      exec::CombineSendParams params = params_of(types, y, rows);
+      params.expert_rows = &expert_rows;
+      params.expert_begin = kGroupBegin.data();
+      params.row_begin = kDense.data();
+      params.num_y_rows = 12;
+      params.carried = carried;
+      send_alone(params);
+      EXPECT_TRUE(same_bytes(rows, expected)) << describe(types);
+    }
+  }
+}
+
+TEST(CombineSendTest, RowsOfExpertsThatWereDroppedAreMissingFromTheSums) {
+  const plan::ExpertRows expert_rows = small_rows();
+  for (const bool carried : {false, true}) {
+    for (std::int64_t num_kept = 1; num_kept <= 12; ++num_kept) {
+      const Types types{DType::kBFloat16, DType::kFloat32, 5};
+      const Bytes y = random_numbers(types.y, num_kept * types.hidden, kSeed);
+      Bytes rows = testing::untouched_bytes(5 * types.hidden * 4);
+      Bytes expected = rows;
+      for (std::size_t i = 0; i < 5; ++i) {
+        std::vector<Term> terms;
+        for (const Term& term : terms_of(expert_rows, i, y, types, kGroupBegin)) {
+          if (term.row < y.data() + y.size()) terms.push_back(term);
+        }
+        write_sum(expected.data() + static_cast<std::int64_t>(i) * types.hidden * 4, types.combine,
+                  terms, carried, types.y, types.hidden);
+      }
+      exec::CombineSendParams params = params_of(types, y, rows);
+      params.expert_rows = &expert_rows;
+      params.expert_begin = kGroupBegin.data();
+      params.row_begin = kDense.data();
+      params.num_y_rows = num_kept;
+      params.carried = carried;
+      send_alone(params);
+      EXPECT_TRUE(same_bytes(rows, expected)) << "kept " << num_kept << ", carried " << carried;
+    }
+  }
+}
+
+TEST(CombineSendTest, OriginSendsZerosForRowsOfExpertsThatWereDropped) {
+  constexpr std::int64_t kRowsPerToken = 3;
+  const plan::ExpertRows expert_rows = small_rows();
+  for (std::int64_t num_kept = 1; num_kept <= 12; ++num_kept) {
+    const Types types{DType::kFloat16, DType::kBFloat16, 5};
+    const std::int64_t row = types.hidden * 2;
+    const Bytes y = random_numbers(types.y, num_kept * types.hidden, kSeed);
+    Bytes rows = testing::untouched_bytes(5 * kRowsPerToken * row);
+    Bytes expected = rows;
+    for (std::size_t i = 0; i < 5; ++i) {
+      std::byte* out = expected.data() + static_cast<std::int64_t>(i) * kRowsPerToken * row;
+      for (const Term& term : terms_of(expert_rows, i, y, types, kGroupBegin)) {
+        std::vector<Term> kept;
+        if (term.row < y.data() + y.size()) kept.push_back(term);
+        write_sum(out, types.combine, kept, false, types.y, types.hidden);
+        out += row;
+      }
+    }
+    exec::CombineSendParams params = params_of(types, y, rows);
+    params.expert_rows = &expert_rows;
+    params.expert_begin = kGroupBegin.data();
+    params.row_begin = kDense.data();
+    params.num_y_rows = num_kept;
+    params.origin = true;
+    params.rows_per_token = kRowsPerToken;
+    send_alone(params);
+    EXPECT_TRUE(same_bytes(rows, expected)) << "kept " << num_kept;
   }
 }
 

@@ -73,12 +73,14 @@ struct Options {
   std::int64_t weights_stride = kTopK + 2;
   std::vector<bool> active = std::vector<bool>(kNumRanks, true);
   std::int64_t num_tokens = kNumTokens;
+  std::vector<std::int64_t> first_rows;  // [R] on each rank; empty: at rank * m
 };
 
 /// One send of one rank into the slots of all, and what the slots must then hold.
 class Send {
  public:
   Send(int rank, const Options& options) : rank_(rank), options_(options) {
+    if (options_.first_rows.empty()) options_.first_rows.assign(kNumRanks, rank * kMaxTokens);
     testing::RandomBits random(kSeed);
     for (std::int64_t token = 0; token < options.num_tokens; ++token) {
       const auto of_token = ids_of(options.spread, token, random);
@@ -127,6 +129,7 @@ class Send {
     params.weights_stride = options_.weights_stride;
     params.with_indices = options_.with_indices;
     params.arrays = arrays_;
+    params.first_rows = options_.first_rows.data();
     params.slot_bases = bases.data();
     params.flags = lines.data();
     params.active = &options_.active;
@@ -163,7 +166,7 @@ class Send {
   /// The slot of `rank`, one row at a time.
   Bytes expected_slot(int rank) const {
     Bytes slot = testing::untouched_bytes(slot_bytes_);
-    std::int64_t at = rank_ * kMaxTokens;
+    std::int64_t at = options_.first_rows[static_cast<std::size_t>(rank)];
     for (const std::int64_t token : tokens_for(rank)) {
       if (options_.with_indices) {
         const auto number = static_cast<std::int32_t>(token);
@@ -291,6 +294,22 @@ TEST(DispatchSendIndexTest, InactiveRanksGetNothing) {
     Options options;
     options.active[inactive] = false;
     expect_slots(options);
+  }
+}
+
+TEST(DispatchSendIndexTest, RowsMayBeginAnywhereOnEachRank) {
+  // As where the sources' rows follow each other without gaps.
+  for (const bool streaming : {false, true}) {
+    for (const std::int64_t guard_bytes : {0, 16, 64}) {
+      for (const bool with_indices : {true, false}) {
+        Options options;
+        options.streaming = streaming;
+        options.guard_bytes = guard_bytes;
+        options.with_indices = with_indices;
+        options.first_rows = {0, 5, 31};
+        expect_slots(options);
+      }
+    }
   }
 }
 

@@ -65,6 +65,7 @@ class Sum {
     params.combine_dtype = options_.combine_dtype;
     params.hidden = options_.hidden;
     params.rows_per_token = options_.rows_per_token;
+    params.row_bytes = options_.hidden * size_of(options_.combine_dtype);
     params.active = &options_.active;
     if (options_.origin) {
       params.origin_map = &map_;

@@ -31,6 +31,7 @@ FlagFields random_fields(testing::RandomBits& random) {
   fields.epoch = random.next();
   fields.generation = word();
   fields.kind = kKinds[random.next() % std::size(kKinds)];
+  fields.member = static_cast<std::uint16_t>(random.next());
   fields.round_max_tokens = word();
   fields.num_tokens = word();
   fields.num_rows = word();
@@ -46,6 +47,7 @@ void expect_equal(const FlagFields& got, const FlagFields& expected) {
   EXPECT_EQ(got.epoch, expected.epoch);
   EXPECT_EQ(got.generation, expected.generation);
   EXPECT_EQ(got.kind, expected.kind);
+  EXPECT_EQ(got.member, expected.member);
   EXPECT_EQ(got.round_max_tokens, expected.round_max_tokens);
   EXPECT_EQ(got.num_tokens, expected.num_tokens);
   EXPECT_EQ(got.num_rows, expected.num_rows);
@@ -76,6 +78,7 @@ TEST(FlagLineTest, NoFieldReachesIntoAnother) {
       [](FlagFields& f) { f.epoch = UINT64_MAX; },
       [](FlagFields& f) { f.generation = UINT32_MAX; },
       [](FlagFields& f) { f.kind = CallKind::kAck; },
+      [](FlagFields& f) { f.member = UINT16_MAX; },
       [](FlagFields& f) { f.round_max_tokens = UINT32_MAX; },
       [](FlagFields& f) { f.num_tokens = UINT32_MAX; },
       [](FlagFields& f) { f.num_rows = UINT32_MAX; },
@@ -151,6 +154,7 @@ std::string after(const std::function<void(FlagFields&)>& change,
   FlagFields mine = dispatch_fields();
   mine.kind = kind;
   mine.generation = 11;
+  mine.member = 1;
   mine.round_max_tokens = 12;
   mine.num_payloads = 13;
   mine.digest = 14;
@@ -176,6 +180,8 @@ TEST(FlagDifferenceTest, RanksMayHaveTheirOwnEpochTokensAndRows) {
 TEST(FlagDifferenceTest, EveryOtherFieldIsNamedWithBothRanksAndValues) {
   EXPECT_EQ(after([](FlagFields& f) { f.generation = 99; }),
             "generation: rank 2 has 11, rank 5 has 99");
+  EXPECT_EQ(after([](FlagFields& f) { f.member = 3; }),
+            "AllToAll of the shared workspace, in order of creation: rank 2 has 1, rank 5 has 3");
   EXPECT_EQ(after([](FlagFields& f) { f.round_max_tokens = 99; }),
             "round_max_tokens: rank 2 has 12, rank 5 has 99");
   EXPECT_EQ(after([](FlagFields& f) { f.num_payloads = 99; }),

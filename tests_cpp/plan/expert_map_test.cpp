@@ -134,5 +134,61 @@ TEST(ExpertMapTest, TableThatNamesAnUnknownRankIsRefused) {
   EXPECT_EQ(error_of(-1), "placement: expected ranks in [0, 2), got rank -1 for expert 2");
 }
 
+// --- Replicas -----------------------------------------------------------------------------------
+
+TEST(ExpertMapTest, WithoutReplicasEveryExpertIsItsOwnCopy) {
+  const ExpertMap map = build_expert_map(Placement::round_robin(), 5, 2);
+  EXPECT_FALSE(map.has_replicas());
+  EXPECT_EQ(map.num_logical, 5);
+  for (std::int32_t expert = 0; expert < 5; ++expert) {
+    EXPECT_EQ(map.copy_for(expert, /*source_rank=*/1, /*token=*/3), expert);
+  }
+}
+
+TEST(ExpertMapTest, CopiesAreListedByLogicalExpertAscending) {
+  const ExpertMap map =
+      build_expert_map(Placement::from_replicas({0, 1, 1, 0, 2, 2}, {1, 0, 1, 2, 1, 0}), 6, 3);
+  expect_consistent(map, 6, 3);
+  EXPECT_TRUE(map.has_replicas());
+  EXPECT_EQ(map.num_logical, 3);
+  EXPECT_THAT(map.copy_begin, ElementsAre(0, 2, 5, 6));
+  EXPECT_THAT(map.copies, ElementsAre(1, 5, 0, 2, 4, 3));
+}
+
+TEST(ExpertMapTest, SourceRankAndTokenTakeTurnsAmongTheCopies) {
+  const ExpertMap map =
+      build_expert_map(Placement::from_replicas({0, 1, 1, 0, 2, 2}, {1, 0, 1, 2, 1, 0}), 6, 3);
+  std::vector<std::int32_t> picked;
+  for (std::int64_t token = 0; token < 4; ++token) picked.push_back(map.copy_for(1, 2, token));
+  EXPECT_THAT(picked, ElementsAre(4, 0, 2, 4));  // copies 0, 2, 4 from number (2 + token) mod 3
+  EXPECT_EQ(map.copy_for(2, 2, std::int64_t{1} << 40), 3);
+  EXPECT_EQ(map.copy_for(0, 1, (std::int64_t{1} << 40) + 1), 1);
+}
+
+TEST(ExpertMapTest, EveryPlacementMayHaveReplicas) {
+  Placement placement = Placement::linear();
+  placement.logical_of_expert = {0, 1, 0, 1};
+  const ExpertMap map = build_expert_map(placement, 4, 2);
+  EXPECT_EQ(map.num_logical, 2);
+  EXPECT_THAT(map.rank_of, ElementsAre(0, 0, 1, 1));
+  EXPECT_THAT(map.copies, ElementsAre(0, 2, 1, 3));
+}
+
+TEST(ExpertMapTest, ReplicasThatCannotBeAreRefused) {
+  const auto error_of = [](std::vector<std::int32_t> logical) {
+    const Placement placement = Placement::from_replicas({0, 1, 0}, std::move(logical));
+    return testing::expect_error<InvalidArgument>({}, [&] { build_expert_map(placement, 3, 2); });
+  };
+  EXPECT_EQ(error_of({0, 1}),
+            "placement.logical_of_expert: expected 3 logical ids (num_experts), got 2");
+  EXPECT_EQ(error_of({0, -1, 1}),
+            "placement.logical_of_expert: expected ids in [0, 3), got -1 for expert 1");
+  EXPECT_EQ(error_of({0, 3, 1}),
+            "placement.logical_of_expert: expected ids in [0, 3), got 3 for expert 1");
+  EXPECT_EQ(error_of({0, 2, 0}),
+            "placement.logical_of_expert: expected a copy of each of the 3 logical experts, got "
+            "none of 1");
+}
+
 }  // namespace
 }  // namespace fanfold::plan

@@ -236,6 +236,59 @@ TEST(SendPlanTest, RandomRoutingsKeepTheContract) {
   }
 }
 
+// --- Replicas -----------------------------------------------------------------------------------
+
+/// Logical expert 0 has copies 0 (rank 0), 3 (rank 1) and 6 (rank 2), logical 1 has 1, 2 and 4 on
+/// ranks 0 and 1, logical 2 has only 5 on rank 2.
+template <class Id>
+Ids<Id> replicated_ids(std::vector<Id> values) {
+  Ids<Id> ids{2, std::move(values)};
+  Placement placement = Placement::linear();
+  placement.logical_of_expert = {0, 1, 1, 0, 1, 2, 0};
+  ids.map = build_expert_map(placement, kNumExperts, kNumRanks);
+  return ids;
+}
+
+TEST(SendPlanReplicaTest, TheRankAndTheTokenPickTheCopy) {
+  const auto ids = replicated_ids<std::int32_t>({0, 1, 0, 1, 0, 1, 2, -3});
+  SendPlan plan;
+  plan.source_rank = 1;
+  ASSERT_FALSE(ids.build(plan).has_value());
+  expect_contract(plan, {3, 2, 6, 4, 0, 1, 5, -3}, 2, ids.map, ids.active);
+  plan.source_rank = 0;
+  ASSERT_FALSE(ids.build(plan).has_value());
+  expect_contract(plan, {0, 1, 3, 2, 6, 4, 5, -3}, 2, ids.map, ids.active);
+}
+
+TEST(SendPlanReplicaTest, RepeatedLogicalIdsMeetAtOneCopy) {
+  const auto ids = replicated_ids<std::int32_t>({0, 0, 0, 0, 1, 1});
+  const SendPlan plan = ids.plan();
+  expect_contract(plan, {0, 0, 3, 3, 4, 4}, 2, ids.map, ids.active);
+  EXPECT_EQ(plan.targets.size(), 3U);
+}
+
+TEST(SendPlanReplicaTest, AnIdBeyondTheLogicalExpertsIsTooLarge) {
+  auto ids = replicated_ids<std::int64_t>({0, 1, 2, 3, 2, 6});
+  SendPlan plan;
+  const auto bad = ids.build(plan);
+  ASSERT_TRUE(bad.has_value());
+  EXPECT_EQ(bad->row, 1);
+  EXPECT_EQ(bad->column, 1);
+  EXPECT_EQ(bad->id, 3);
+  ids.drop = true;
+  ASSERT_FALSE(ids.build(plan).has_value());
+  EXPECT_EQ(plan.num_dropped, 2);
+  expect_contract(plan, {0, 1, 5, -1, 5, -1}, 2, ids.map, ids.active);
+}
+
+TEST(SendPlanReplicaTest, ACopyOnAnInactiveRankGetsNoRow) {
+  auto ids = replicated_ids<std::int32_t>({0, 2, 0, 2});
+  ids.active = {true, true, false};
+  const SendPlan plan = ids.plan();
+  expect_contract(plan, {0, 5, 3, 5}, 2, ids.map, ids.active);
+  EXPECT_EQ(plan.targets.size(), 2U);
+}
+
 // --- Id types ---------------------------------------------------------------------------------
 
 template <class Id>

@@ -74,12 +74,14 @@ void expect_payloads_fit(const WorkspaceCase& c, const Workspace& w, testing::Ra
   const std::int64_t guard = c.config.test_knobs.row_guard_bytes;
   for (const auto& set : payload_sets(c.dispatch_row_bytes, random)) {
     if (!c.is_gathered()) {
-      EXPECT_LE(end_of_payloads(set, guard, c.tokens(), 0), w.payload_bytes);
+      EXPECT_LE(end_of_payloads(set, guard, c.stored_rows(), 0), w.store.payload_bytes);
     }
-    std::int64_t local = 0;
-    if (c.is_expert_major()) local = end_of_payloads(set, guard, c.rows(), local);
-    if (c.is_broadcast()) local = end_of_payloads(set, guard, c.tokens(), local);
-    EXPECT_LE(local, w.local_payload_bytes);
+    if (c.by_expert() || c.copies_to_flat()) {
+      EXPECT_LE(end_of_payloads(set, guard, c.rows(), 0), w.local_payload_bytes);
+    }
+    if (c.is_gathering()) {
+      EXPECT_LE(end_of_payloads(set, guard, c.tokens(), 0), w.local_gathered_bytes);
+    }
   }
 }
 
@@ -88,7 +90,8 @@ TEST(WorkspaceTest, RegionsAreAlignedAndApartAndEndWhereTheSizesSay) {
     const Workspace w = c.walk();
     expect_apart(window_regions(c, w), w.symmetric_bytes);
     expect_apart(private_regions(c, w), w.local_bytes);
-    EXPECT_EQ(w.total_bytes(), w.symmetric_bytes + w.local_bytes);
+    EXPECT_EQ(w.block_bytes, c.has_blocks() ? c.config.max_in_flight * w.store.bytes : 0);
+    EXPECT_EQ(w.total_bytes(), w.symmetric_bytes + w.block_bytes + w.local_bytes);
   });
 }
 
@@ -100,16 +103,16 @@ TEST(WorkspaceTest, EveryPayloadSetOfTheConfiguredBytesFits) {
 TEST(WorkspaceTest, FlagsAndControlLieBeforeAllRows) {
   // A window that is used again is made fit by zeroing its head.
   for_each_case([](const WorkspaceCase& c) {
-    if (c.is_broadcast()) return;
+    if (c.is_private()) return;
     const Workspace w = c.walk();
     EXPECT_GE(w.flags_offset, w.control_offset + kControlBytes);
     EXPECT_GE(w.slot_offset, w.flags_offset + c.config.max_in_flight * w.flags_stride);
   });
 }
 
-TEST(WorkspaceTest, TheWindowOfBroadcastIsItsChannels) {
+TEST(WorkspaceTest, WhatKeepsRowsPrivatelyHasNoSymmetricMemoryButItsChannels) {
   for_each_case([](const WorkspaceCase& c) {
-    if (!c.is_broadcast()) return;
+    if (!c.is_private()) return;
     EXPECT_EQ(c.walk().symmetric_bytes, aligned(kControlBytes));
   });
 }
@@ -127,6 +130,69 @@ TEST(WorkspaceTest, TheWalkRecordsWhatItWasMadeFrom) {
     EXPECT_EQ(w.combine_row_bytes, c.combine_row_bytes);
     EXPECT_EQ(w.row_guard_bytes, c.config.test_knobs.row_guard_bytes);
     EXPECT_EQ(w.rows_per_token, c.rows_per_token());
+    EXPECT_EQ(w.wire_row_bytes, c.wire_row_bytes());
+    EXPECT_EQ(w.max_layout_rows, c.rows());
+    EXPECT_EQ(w.store.num_rows, c.stored_rows());
+  });
+}
+
+TEST(WorkspaceTest, RoomForPlacementsToComeIsKept) {
+  WorkspaceCase asked;
+  asked.num_ranks = 2;
+  asked.config.top_k = 2;
+  asked.config.max_tokens_per_rank = 5;
+  asked.config.num_experts = 9;
+  for_each_layout(asked, [&] {
+    WorkspaceCase larger = asked;
+    larger.max_local_experts = 7;
+    const Workspace wanted = larger.walk();
+    asked.config.max_local_experts = 7;
+    const Workspace got = asked.walk();
+    EXPECT_EQ(got.metainfo().entries(), wanted.metainfo().entries());
+    asked.config.max_local_experts = 1;  // fewer than there are change nothing
+    EXPECT_EQ(larger.walk().metainfo().entries(), wanted.metainfo().entries());
+    asked.config.max_local_experts = 0;
+  });
+}
+
+/// The store of as many rows as a round brought.
+void expect_store(const WorkspaceCase& c, std::int64_t num_rows, std::int64_t min_combine_offset) {
+  AllToAllConfig resolved = c.config;
+  resolved.dispatch_row_bytes = c.dispatch_row_bytes;
+  resolved.combine_row_bytes = c.combine_row_bytes;
+  const Store store = walk_store(resolved, c.walk(), num_rows, min_combine_offset);
+  EXPECT_EQ(store.num_rows, num_rows);
+  EXPECT_GE(store.combine_offset, min_combine_offset);
+  const std::int64_t index_bytes = num_rows * c.config.top_k * 4;
+  std::vector<Region> regions = {
+      {"source_token", store.source_token_offset, num_rows * 4},
+      {"topk_ids", store.topk_ids_offset, index_bytes},
+      {"topk_weights", store.topk_weights_offset, index_bytes},
+      {"payload", store.payload_offset, store.payload_bytes},
+      {"combine", store.combine_offset, num_rows * c.rows_per_token() * c.wire_row_bytes()}};
+  expect_apart(regions, store.bytes);
+  testing::RandomBits random(kSeed);
+  for (const auto& set : payload_sets(c.dispatch_row_bytes, random)) {
+    if (c.is_gathered() || num_rows == 0) continue;
+    EXPECT_LE(end_of_payloads(set, c.config.test_knobs.row_guard_bytes, num_rows, 0),
+              store.payload_bytes);
+  }
+}
+
+TEST(WorkspaceTest, AStoreOfAnyNumberOfRowsHasItsRegionsApart) {
+  WorkspaceCase c;
+  c.num_ranks = 3;
+  c.max_local_experts = 4;
+  c.config.top_k = 3;
+  c.config.max_tokens_per_rank = 5;
+  c.dispatch_row_bytes = 37;
+  c.combine_row_bytes = 76;
+  c.config.test_knobs.row_guard_bytes = 16;
+  for_each_layout(c, [&] {
+    for (const std::int64_t num_rows : {0, 1, 2, 77, 1000}) {
+      // Behind which the results of the round before may still be read.
+      for (const std::int64_t offset : {0, 100, 1 << 20}) expect_store(c, num_rows, offset);
+    }
   });
 }
 
@@ -144,12 +210,15 @@ TEST(WorkspaceTest, GuardsLieBehindEveryRowOfEveryPayload) {
     const Workspace guarded = c.walk();
     const std::int64_t per_row = 32 * AllToAll::kMaxPayloads;
     if (!c.is_gathered()) {
-      EXPECT_GE(guarded.payload_bytes, dense.payload_bytes + c.tokens() * per_row);
+      EXPECT_GE(guarded.store.payload_bytes, dense.store.payload_bytes + c.stored_rows() * per_row);
     }
-    if (c.is_expert_major()) {
+    if (c.by_expert() || c.copies_to_flat()) {
       EXPECT_GE(guarded.local_payload_bytes, dense.local_payload_bytes + c.rows() * per_row);
     }
-    EXPECT_EQ(guarded.combine_bytes, dense.combine_bytes) << "results have no guards";
+    if (c.is_gathering()) {
+      EXPECT_GE(guarded.local_gathered_bytes, dense.local_gathered_bytes + c.tokens() * per_row);
+    }
+    EXPECT_EQ(guarded.store.combine_bytes, dense.store.combine_bytes) << "results have no guards";
   });
 }
 
@@ -168,7 +237,9 @@ TEST(WorkspaceTest, OffsetsPastThirtyTwoBitsAreExact) {
       for_each_layout(c, [&] {
         const Workspace w = c.walk();
         ASSERT_GT(c.tokens() * row_bytes, std::int64_t{1} << 31);
-        EXPECT_GT(w.slot_stride, std::int64_t{1} << 32);
+        if (!c.has_blocks()) {
+          EXPECT_GT(w.slot_stride, std::int64_t{1} << 32);
+        }
         expect_apart(window_regions(c, w), w.symmetric_bytes);
         expect_apart(private_regions(c, w), w.local_bytes);
         expect_payloads_fit(c, w, random);
@@ -247,13 +318,14 @@ TEST(WorkspaceMetainfoTest, HoldsTheDocumentedNamesWithTheOffsetsOfTheWalk) {
         {"dispatch_flags_offset", w.dispatch_flags_offset},
         {"combine_flags_offset", w.combine_flags_offset},
         {"ack_flags_offset", w.ack_flags_offset},
-        {"source_token_offset", w.source_token_offset},
-        {"topk_ids_offset", w.topk_ids_offset},
-        {"topk_weights_offset", w.topk_weights_offset},
-        {"payload_offset", w.payload_offset},
-        {"payload_bytes", w.payload_bytes},
-        {"combine_offset", w.combine_offset},
-        {"combine_bytes", w.combine_bytes},
+        {"count_flags_offset", w.count_flags_offset},
+        {"source_token_offset", w.store.source_token_offset},
+        {"topk_ids_offset", w.store.topk_ids_offset},
+        {"topk_weights_offset", w.store.topk_weights_offset},
+        {"payload_offset", w.store.payload_offset},
+        {"payload_bytes", w.store.payload_bytes},
+        {"combine_offset", w.store.combine_offset},
+        {"combine_bytes", w.store.combine_bytes},
         {"local_slot_offset", w.local_slot_offset},
         {"local_slot_stride", w.local_slot_stride},
         {"local_payload_offset", w.local_payload_offset},
@@ -262,7 +334,7 @@ TEST(WorkspaceMetainfoTest, HoldsTheDocumentedNamesWithTheOffsetsOfTheWalk) {
         {"local_combine_bytes", w.local_combine_bytes},
         {"symmetric_bytes", w.symmetric_bytes},
         {"local_bytes", w.local_bytes},
-        {"workspace_bytes", w.symmetric_bytes + w.local_bytes},
+        {"workspace_bytes", w.symmetric_bytes + w.block_bytes + w.local_bytes},
     };
     EXPECT_THAT(w.metainfo().entries(), ::testing::UnorderedElementsAreArray(expected));
   });

@@ -2,13 +2,15 @@
 #include "support/oracle.h"
 
 #include <algorithm>
+#include <set>
+#include <tuple>
 
 #include "support/number_codec.h"
 
 namespace fanfold::testing {
 namespace {
 
-std::int64_t id_at(const Exchange& exchange, int source, std::int64_t token, int k) {
+std::int64_t given_id(const Exchange& exchange, int source, std::int64_t token, int k) {
   const auto at = static_cast<std::size_t>(token * exchange.top_k + k);
   return exchange.tokens_of(source).topk_ids[at];
 }
@@ -25,135 +27,218 @@ bool is_active(const Exchange& exchange, int rank) {
   return exchange.active[static_cast<std::size_t>(rank)];
 }
 
-/// Appends one row; source < 0: a row without a token.
-void add_row(const Exchange& exchange, int source, std::int64_t token, ExpectedRows& rows) {
-  rows.source_rank.push_back(source);
-  rows.source_token.push_back(source < 0 ? -1 : static_cast<std::int32_t>(token));
-  for (int k = 0; k < exchange.top_k; ++k) {
-    if (exchange.has_ids) {
-      std::int64_t id = source < 0 ? exchange.invalid_expert_id : id_at(exchange, source, token, k);
-      if (source >= 0 && id >= exchange.num_experts) id = -1;  // dropped by the sender
-      rows.topk_ids.push_back(static_cast<std::int32_t>(id));
-    }
-    if (exchange.has_weights) {
-      const auto at = static_cast<std::size_t>(token * exchange.top_k + k);
-      rows.topk_weights.push_back(source < 0 ? 0 : exchange.tokens_of(source).topk_weights[at]);
-    }
-  }
+bool contains(const std::vector<std::int32_t>& values, std::int32_t value) {
+  return std::find(values.begin(), values.end(), value) != values.end();
 }
 
-void add_rank_major_rows(const Exchange& exchange, int rank, ExpectedRows& rows) {
-  for (int source = 0; source < exchange.num_ranks; ++source) {
-    std::int64_t count = 0;
-    for (std::int64_t token = 0; token < exchange.tokens_of(source).num_tokens; ++token) {
-      if (!is_active(exchange, source) || !exchange.is_routed(source, token, rank)) continue;
-      add_row(exchange, source, token, rows);
-      ++count;
-    }
-    rows.rank_counts.push_back(static_cast<std::int32_t>(count));
-    for (; count < exchange.round_max_tokens; ++count) add_row(exchange, -1, -1, rows);
-  }
+/// One row of a layout; source < 0: a row without a token.
+struct Row {
+  int source = -1;
+  std::int64_t token = -1;
+  std::int32_t expert = -1;
+  bool is_zero = false;  // fills up a group
+};
+
+void add_padding(std::vector<Row>& rows, std::int64_t up_to, bool is_zero = false) {
+  while (static_cast<std::int64_t>(rows.size()) < up_to) rows.push_back({-1, -1, -1, is_zero});
 }
 
-void add_gathered_rows(const Exchange& exchange, ExpectedRows& rows) {
-  for (int source = 0; source < exchange.num_ranks; ++source) {
-    const std::int64_t count =
-        is_active(exchange, source) ? exchange.tokens_of(source).num_tokens : 0;
-    for (std::int64_t token = 0; token < count; ++token) add_row(exchange, source, token, rows);
-    rows.rank_counts.push_back(static_cast<std::int32_t>(count));
-  }
+/// Calls visit(source, token) for the tokens of active ranks, in order.
+template <class Visit>
+void for_each_token(const Exchange& exchange, int source, Visit&& visit) {
+  if (!is_active(exchange, source)) return;
+  for (std::int64_t token = 0; token < exchange.tokens_of(source).num_tokens; ++token) visit(token);
 }
 
-void add_expert_major_rows(const Exchange& exchange, int rank, ExpectedRows& rows) {
-  const std::int64_t stride = exchange.num_ranks * exchange.round_max_tokens;
-  rows.rank_counts.assign(static_cast<std::size_t>(exchange.num_ranks), 0);
+std::vector<Row> rows_per_rank(const Exchange& exchange, int rank) {
+  std::vector<Row> rows;
   for (int source = 0; source < exchange.num_ranks; ++source) {
-    for (std::int64_t token = 0; token < exchange.tokens_of(source).num_tokens; ++token) {
-      if (is_active(exchange, source) && exchange.is_routed(source, token, rank)) {
-        ++rows.rank_counts[static_cast<std::size_t>(source)];
-      }
+    for_each_token(exchange, source, [&](std::int64_t token) {
+      const bool is_here = exchange.is_routed(source, token, rank);
+      if (is_here || exchange.layout == Layout::kGathered) rows.push_back({source, token});
+    });
+    if (exchange.layout == Layout::kRankMajor) {
+      add_padding(rows, (source + 1) * exchange.round_max_tokens);
     }
   }
+  return rows;
+}
+
+std::vector<Row> rows_per_expert(const Exchange& exchange, int rank,
+                                 std::vector<std::int64_t>& begins) {
+  std::vector<Row> rows;
   for (const std::int32_t expert : exchange.experts_of(rank)) {
-    std::int64_t count = 0;
+    begins.push_back(static_cast<std::int64_t>(rows.size()));
     for (int source = 0; source < exchange.num_ranks; ++source) {
-      if (!is_active(exchange, source)) continue;
-      for (std::int64_t token = 0; token < exchange.tokens_of(source).num_tokens; ++token) {
-        const std::vector<std::int32_t> experts = exchange.experts_of_token(source, token);
-        if (std::find(experts.begin(), experts.end(), expert) == experts.end()) continue;
-        rows.source_rank.push_back(source);
-        rows.source_token.push_back(static_cast<std::int32_t>(token));
-        if (exchange.has_weights) {
-          rows.topk_weights.push_back(exchange.merged_weight(
-              source, token, expert, exchange.tokens_of(source).topk_weights));
+      for_each_token(exchange, source, [&](std::int64_t token) {
+        if (contains(exchange.experts_of_token(source, token), expert)) {
+          rows.push_back({source, token, expert});
         }
-        ++count;
-      }
+      });
     }
-    const auto padded = static_cast<std::size_t>(stride - count);
-    rows.source_rank.insert(rows.source_rank.end(), padded, -1);
-    rows.source_token.insert(rows.source_token.end(), padded, -1);
+    if (exchange.layout == Layout::kExpertMajor) {
+      add_padding(rows, begins.back() + exchange.num_ranks * exchange.round_max_tokens);
+    } else {
+      const std::int64_t step = exchange.expert_alignment;
+      const auto end = static_cast<std::int64_t>(rows.size());
+      add_padding(rows, (end + step - 1) / step * step, /*is_zero=*/true);
+    }
+  }
+  begins.push_back(static_cast<std::int64_t>(rows.size()));
+  return rows;
+}
+
+/// All rows of the layout of `rank`, as if there were no limit; `begins` [L+1] of each expert's, in
+/// layouts per expert.
+std::vector<Row> layout_rows(const Exchange& exchange, int rank,
+                             std::vector<std::int64_t>& begins) {
+  return is_per_expert(exchange.layout) ? rows_per_expert(exchange, rank, begins)
+                                        : rows_per_rank(exchange, rank);
+}
+
+void write_row(const Exchange& exchange, const Row& row, ExpectedRows& out) {
+  out.source_rank.push_back(row.source);
+  out.source_token.push_back(static_cast<std::int32_t>(row.token));
+  out.expert.push_back(row.expert);
+  out.is_zero.push_back(row.is_zero);
+  const bool by_expert = is_per_expert(exchange.layout);
+  if (by_expert && exchange.has_weights) {
+    out.topk_weights.push_back(
+        row.source < 0 ? 0
+                       : exchange.merged_weight(row.source, row.token, row.expert,
+                                                exchange.tokens_of(row.source).topk_weights));
+  }
+  for (int k = 0; k < exchange.top_k && !by_expert; ++k) {
+    if (exchange.has_ids) {
+      const std::int64_t id = row.source < 0 ? exchange.invalid_expert_id
+                                             : exchange.expert_at(row.source, row.token, k);
+      out.topk_ids.push_back(static_cast<std::int32_t>(id));
+    }
     if (exchange.has_weights) {
-      rows.topk_weights.insert(rows.topk_weights.end(), padded, 0);
+      const auto at = static_cast<std::size_t>(row.token * exchange.top_k + k);
+      out.topk_weights.push_back(row.source < 0 ? 0
+                                                : exchange.tokens_of(row.source).topk_weights[at]);
     }
   }
 }
 
-void count_experts(const Exchange& exchange, int rank, ExpectedRows& rows) {
-  if (!exchange.has_ids) {  // nobody can know
-    rows.expert_counts.assign(exchange.experts_of(rank).size(), -1);
-    return;
-  }
-  rows.offsets.push_back(0);
-  for (const std::int32_t expert : exchange.experts_of(rank)) {
-    std::int32_t count = 0;
-    for (int source = 0; source < exchange.num_ranks; ++source) {
-      if (!is_active(exchange, source)) continue;
-      for (std::int64_t token = 0; token < exchange.tokens_of(source).num_tokens; ++token) {
-        const std::vector<std::int32_t> experts = exchange.experts_of_token(source, token);
-        if (std::find(experts.begin(), experts.end(), expert) != experts.end()) ++count;
+std::vector<std::int32_t> count_ranks(const Exchange& exchange, int rank) {
+  std::vector<std::int32_t> counts(static_cast<std::size_t>(exchange.num_ranks), 0);
+  for (int source = 0; source < exchange.num_ranks; ++source) {
+    for_each_token(exchange, source, [&](std::int64_t token) {
+      if (exchange.layout == Layout::kGathered || exchange.is_routed(source, token, rank)) {
+        ++counts[static_cast<std::size_t>(source)];
       }
-    }
-    rows.expert_counts.push_back(count);
-    rows.offsets.push_back(rows.offsets.back() + count);
+    });
   }
+  return counts;
 }
 
-/// What `rank` sends home for one token and column, before it is rounded.
-float partial_sum(const Exchange& exchange, int rank, int source, std::int64_t token,
-                  std::int64_t column, const ResultElement& element) {
-  if (exchange.layout != Layout::kExpertMajor) {
-    return add(0.0F, element(ResultIndex{rank, -1, source, token, column}));
-  }
-  float sum = 0.0F;
-  for (const std::int32_t expert : exchange.experts_of_token(source, token)) {
-    if (rank_of(exchange, expert) != rank) continue;
-    float value = element(ResultIndex{rank, expert, source, token, column});
-    if (exchange.weighting == Weighting::kCarried) {
-      const std::vector<float>& weights = exchange.tokens_of(source).topk_weights;
-      value = multiply(exchange.merged_weight(source, token, expert, weights), value);
+/// Pairs of a token and an expert of `rank` among `rows`.
+std::vector<std::int32_t> count_experts(const Exchange& exchange, int rank,
+                                        const std::vector<Row>& rows) {
+  const std::vector<std::int32_t> experts = exchange.experts_of(rank);
+  if (!exchange.has_ids) return std::vector<std::int32_t>(experts.size(), -1);  // nobody can know
+  std::vector<std::int32_t> counts(experts.size(), 0);
+  for (const Row& row : rows) {
+    if (row.source < 0) continue;
+    for (std::size_t i = 0; i < experts.size(); ++i) {
+      const bool is_here =
+          is_per_expert(exchange.layout)
+              ? row.expert == experts[i]
+              : contains(exchange.experts_of_token(row.source, row.token), experts[i]);
+      if (is_here) ++counts[i];
     }
-    sum = add(sum, value);
   }
-  return sum;
+  return counts;
 }
 
-float origin_sum(const Exchange& exchange, int source, std::int64_t token, std::int64_t column,
-                 const CombineTypes& types, const ResultElement& element) {
-  const std::vector<float>& weights =
-      types.weights.empty() ? exchange.tokens_of(source).topk_weights : types.weights;
-  float sum = 0.0F;
-  for (const std::int32_t expert : exchange.experts_of_token(source, token)) {
-    const int rank = rank_of(exchange, expert);
-    // Rows travel as combine_dtype, unweighted.
-    const float value =
-        round_to(types.combine_dtype, element(ResultIndex{rank, expert, source, token, column}));
-    sum = add(sum, multiply(exchange.merged_weight(source, token, expert, weights), value));
+/// The rows that each rank had no room for.
+using Dropped = std::vector<std::set<std::tuple<int, std::int64_t, std::int32_t>>>;
+
+Dropped dropped_rows(const Exchange& exchange) {
+  Dropped dropped(static_cast<std::size_t>(exchange.num_ranks));
+  if (!exchange.max_recv_rows) return dropped;
+  for (int rank = 0; rank < exchange.num_ranks; ++rank) {
+    std::vector<std::int64_t> begins;
+    const std::vector<Row> rows = layout_rows(exchange, rank, begins);
+    for (auto i = static_cast<std::size_t>(*exchange.max_recv_rows); i < rows.size(); ++i) {
+      const Row& row = rows[i];
+      dropped[static_cast<std::size_t>(rank)].emplace(row.source, row.token, row.expert);
+    }
   }
-  return sum;
+  return dropped;
 }
+
+/// Results by token and expert, of which those of dropped rows are missing.
+class Results {
+ public:
+  Results(const Exchange& exchange, const CombineTypes& types, const ResultElement& element)
+      : exchange_(exchange), types_(types), element_(element), dropped_(dropped_rows(exchange)) {}
+
+  /// What `rank` sends home for one token and column, before it is rounded.
+  float partial(int rank, int source, std::int64_t token, std::int64_t column) const {
+    if (!is_per_expert(exchange_.layout)) {
+      const ResultIndex index{rank, -1, source, token, column};
+      return is_kept(index) ? add(0.0F, element_(index)) : 0.0F;
+    }
+    float sum = 0.0F;
+    for (const std::int32_t expert : exchange_.experts_of_token(source, token)) {
+      const ResultIndex index{rank, expert, source, token, column};
+      if (rank_of(exchange_, expert) != rank || !is_kept(index)) continue;
+      float value = element_(index);
+      if (exchange_.weighting == Weighting::kCarried) {
+        const std::vector<float>& weights = exchange_.tokens_of(source).topk_weights;
+        value = multiply(exchange_.merged_weight(source, token, expert, weights), value);
+      }
+      sum = add(sum, value);
+    }
+    return sum;
+  }
+
+  float origin_sum(int source, std::int64_t token, std::int64_t column) const {
+    const std::vector<float>& weights =
+        types_.weights.empty() ? exchange_.tokens_of(source).topk_weights : types_.weights;
+    float sum = 0.0F;
+    for (const std::int32_t expert : exchange_.experts_of_token(source, token)) {
+      const ResultIndex index{rank_of(exchange_, expert), expert, source, token, column};
+      // Rows travel as combine_dtype, unweighted; as zeros where they were dropped.
+      const float value = is_kept(index) ? round_to(types_.combine_dtype, element_(index)) : 0.0F;
+      sum = add(sum, multiply(exchange_.merged_weight(source, token, expert, weights), value));
+    }
+    return sum;
+  }
+
+ private:
+  bool is_kept(const ResultIndex& index) const {
+    return dropped_[static_cast<std::size_t>(index.rank)].count(
+               {index.source, index.token, index.expert}) == 0;
+  }
+
+  const Exchange& exchange_;
+  const CombineTypes& types_;
+  const ResultElement& element_;
+  Dropped dropped_;
+};
 
 }  // namespace
+
+int Exchange::num_logical_experts() const {
+  if (logical_of_expert.empty()) return num_experts;
+  return 1 + *std::max_element(logical_of_expert.begin(), logical_of_expert.end());
+}
+
+std::int64_t Exchange::expert_at(int source, std::int64_t token, int k) const {
+  const std::int64_t id = given_id(*this, source, token, k);
+  if (id < 0) return id;
+  if (id >= num_logical_experts()) return -1;  // dropped by the sender
+  if (logical_of_expert.empty()) return id;
+  std::vector<std::int32_t> copies;
+  for (std::int32_t expert = 0; expert < num_experts; ++expert) {
+    if (logical_of_expert[static_cast<std::size_t>(expert)] == id) copies.push_back(expert);
+  }
+  return copies[static_cast<std::size_t>(source + token) % copies.size()];
+}
 
 std::vector<std::int32_t> Exchange::experts_of(int rank) const {
   std::vector<std::int32_t> experts;
@@ -165,7 +250,7 @@ std::vector<std::int32_t> Exchange::experts_of(int rank) const {
 
 bool Exchange::is_routed(int source, std::int64_t token, int rank) const {
   for (int k = 0; k < top_k; ++k) {
-    const std::int64_t id = id_at(*this, source, token, k);
+    const std::int64_t id = expert_at(source, token, k);
     if (is_expert(*this, id) && rank_of(*this, id) == rank && is_active(*this, rank)) return true;
   }
   return false;
@@ -176,7 +261,7 @@ float Exchange::merged_weight(int source, std::int64_t token, std::int32_t exper
   bool is_first = true;
   float sum = 0.0F;
   for (int k = 0; k < top_k; ++k) {
-    if (id_at(*this, source, token, k) != expert) continue;
+    if (expert_at(source, token, k) != expert) continue;
     const float weight = weights[static_cast<std::size_t>(token * top_k + k)];
     sum = is_first ? weight : add(sum, weight);
     is_first = false;
@@ -187,7 +272,7 @@ float Exchange::merged_weight(int source, std::int64_t token, std::int32_t exper
 std::vector<std::int32_t> Exchange::experts_of_token(int source, std::int64_t token) const {
   std::vector<std::int32_t> experts;
   for (int k = 0; k < top_k; ++k) {
-    const std::int64_t id = id_at(*this, source, token, k);
+    const std::int64_t id = expert_at(source, token, k);
     if (!is_expert(*this, id) || !is_active(*this, rank_of(*this, id))) continue;
     if (std::find(experts.begin(), experts.end(), id) != experts.end()) continue;
     experts.push_back(static_cast<std::int32_t>(id));
@@ -211,17 +296,35 @@ std::vector<std::int32_t> round_robin_placement(int num_experts, int num_ranks) 
 }
 
 ExpectedRows expected_rows(const Exchange& exchange, int rank) {
-  ExpectedRows rows;
-  if (exchange.layout == Layout::kRankMajor) add_rank_major_rows(exchange, rank, rows);
-  if (exchange.layout == Layout::kGathered) add_gathered_rows(exchange, rows);
-  if (exchange.layout == Layout::kExpertMajor) add_expert_major_rows(exchange, rank, rows);
-  for (const std::int32_t count : rows.rank_counts) rows.num_rows += count;
-  count_experts(exchange, rank, rows);
-  return rows;
+  ExpectedRows out;
+  std::vector<std::int64_t> begins;
+  std::vector<Row> rows = layout_rows(exchange, rank, begins);
+  const auto num_all = static_cast<std::int64_t>(rows.size());
+  const std::int64_t num_kept = std::min(num_all, exchange.max_recv_rows.value_or(num_all));
+  out.num_dropped = num_all - num_kept;
+  rows.resize(static_cast<std::size_t>(num_kept));
+  out.rank_counts = count_ranks(exchange, rank);
+  for (const std::int32_t count : out.rank_counts) out.num_rows += count;
+  if (exchange.layout == Layout::kFlatByExpert) out.num_rows = static_cast<std::int32_t>(num_all);
+  out.expert_counts = count_experts(exchange, rank, rows);
+  if (exchange.layout == Layout::kFlatByExpert) {
+    for (const std::int64_t begin : begins) {
+      out.offsets.push_back(static_cast<std::int32_t>(std::min(begin, num_kept)));
+    }
+  } else if (exchange.has_ids) {
+    out.offsets.push_back(0);
+    for (const std::int32_t count : out.expert_counts) {
+      out.offsets.push_back(out.offsets.back() + count);
+    }
+  }
+  add_padding(rows, exchange.max_recv_rows.value_or(num_kept));
+  for (const Row& row : rows) write_row(exchange, row, out);
+  return out;
 }
 
 std::vector<std::byte> expected_out(const Exchange& exchange, int rank, const CombineTypes& types,
                                     const ResultElement& element) {
+  const Results results(exchange, types, element);
   const std::int64_t num_tokens = exchange.tokens_of(rank).num_tokens;
   const std::int64_t size = size_of(types.out_dtype);
   std::vector<std::byte> out(static_cast<std::size_t>(num_tokens * types.hidden * size));
@@ -229,12 +332,12 @@ std::vector<std::byte> expected_out(const Exchange& exchange, int rank, const Co
     for (std::int64_t column = 0; column < types.hidden; ++column) {
       float sum = 0.0F;
       if (exchange.weighting == Weighting::kOrigin) {
-        sum = origin_sum(exchange, rank, token, column, types, element);
+        sum = results.origin_sum(rank, token, column);
       } else {
         for (int peer = 0; peer < exchange.num_ranks; ++peer) {
           if (!is_active(exchange, peer)) continue;
           if (exchange.has_ids && !exchange.is_routed(rank, token, peer)) continue;
-          const float partial = partial_sum(exchange, peer, rank, token, column, element);
+          const float partial = results.partial(peer, rank, token, column);
           sum = add(sum, round_to(types.combine_dtype, partial));
         }
       }

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include "fanfold/all_to_all_config.h"
@@ -26,15 +27,25 @@ struct Exchange {
   int num_experts = 0;
   int top_k = 0;
   std::vector<std::int32_t> rank_of_expert;  // [E]
-  std::vector<bool> active;                  // [R]
+  /// [E] the logical expert that each is a copy of; empty: each is its own. Callers' ids are
+  /// logical.
+  std::vector<std::int32_t> logical_of_expert;
+  std::vector<bool> active;  // [R]
   Layout layout = Layout::kRankMajor;
   Weighting weighting = Weighting::kApplied;
-  std::int64_t round_max_tokens = 0;  // m
+  std::int64_t round_max_tokens = 0;          // m
+  std::int64_t expert_alignment = 1;          // flat_by_expert
+  std::optional<std::int64_t> max_recv_rows;  // flat, flat_by_expert
   std::int32_t invalid_expert_id = -1;
   bool has_ids = true;            // false: gathered rows only, topk_ids are not given
   bool has_weights = true;        // whether dispatch was given topk_weights
   std::vector<RankTokens> ranks;  // [R]
 
+  /// Ids that callers may give are below it.
+  int num_logical_experts() const;
+  /// The expert that column k of the token means, -1 for none: with replicas the copy that its rank
+  /// picks. Ids that are no expert stay negative.
+  std::int64_t expert_at(int source, std::int64_t token, int k) const;
   const RankTokens& tokens_of(int rank) const { return ranks[static_cast<std::size_t>(rank)]; }
   /// Global ids of `rank`'s experts, ascending.
   std::vector<std::int32_t> experts_of(int rank) const;
@@ -57,10 +68,13 @@ struct ExpectedRows {
   std::vector<std::int32_t> expert_counts;  // [L], -1 without ids
   std::vector<std::int32_t> offsets;        // [L+1], empty without ids
   std::int32_t num_rows = 0;
+  std::int64_t num_dropped = 0;            // rows past max_recv_rows
   std::vector<std::int32_t> source_rank;   // [rows], -1: no token
   std::vector<std::int32_t> source_token;  // [rows], -1: no token
-  std::vector<std::int32_t> topk_ids;      // [rows, K]; empty for expert_major or without ids
-  std::vector<float> topk_weights;         // [rows, K] or (expert_major) [rows]; 0 without a token
+  std::vector<std::int32_t> expert;        // [rows], -1: none, or a layout per rank
+  std::vector<bool> is_zero;               // [rows] a row of zeros that fills up a group
+  std::vector<std::int32_t> topk_ids;      // [rows, K]; empty for layouts per expert, without ids
+  std::vector<float> topk_weights;         // [rows, K] or (per expert) [rows]; 0 without a token
 };
 ExpectedRows expected_rows(const Exchange& exchange, int rank);
 

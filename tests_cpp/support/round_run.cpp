@@ -95,12 +95,15 @@ RoundPlan make_round(const AllToAllConfig& config, int num_ranks, RoutingKind ki
   plan.exchange.num_experts = config.num_experts;
   plan.exchange.top_k = config.top_k;
   plan.exchange.rank_of_expert = placement_of(config, num_ranks);
+  plan.exchange.logical_of_expert = config.placement.logical_of_expert;
   plan.exchange.active.assign(static_cast<std::size_t>(num_ranks), true);
   plan.exchange.layout = config.layout;
   plan.exchange.weighting = config.weighting;
   plan.exchange.round_max_tokens = round_max_tokens;
-  plan.exchange.ranks =
-      make_tokens({kind, num_ranks, config.num_experts, config.top_k, round_max_tokens, seed});
+  plan.exchange.expert_alignment = config.expert_alignment;
+  plan.exchange.max_recv_rows = config.max_recv_rows;
+  plan.exchange.ranks = make_tokens(
+      {kind, num_ranks, plan.exchange.num_logical_experts(), config.top_k, round_max_tokens, seed});
   plan.payloads.push_back({config.dtype, {config.hidden}});
   if (config.extra_bytes_per_token > 0) plan.payloads.push_back({DType::kUInt8, {1}});
   plan.seed = seed;
@@ -133,9 +136,23 @@ std::byte* TensorBuffer::row(std::int64_t index) const {
   return static_cast<std::byte*>(view_.data) + index * view_.row_stride_bytes();
 }
 
+bool has_groups(Layout layout) noexcept {
+  return layout == Layout::kRankMajor || layout == Layout::kExpertMajor;
+}
+
+std::int64_t num_rows_of(const TensorView& view, Layout layout) {
+  return has_groups(layout) ? view.shape[0] * view.shape[1] : view.shape[0];
+}
+
+bool results_travel_in_place(const AllToAllConfig& config) {
+  if (config.layout == Layout::kRankMajor) return true;
+  return config.layout == Layout::kFlat && config.strategy != Strategy::kOneSided &&
+         config.strategy != Strategy::kLowLatency && config.strategy != Strategy::kBatched;
+}
+
 std::byte* row_of(const TensorView& view, Layout layout, std::int64_t index) {
   auto* data = static_cast<std::byte*>(view.data);
-  if (layout == Layout::kGathered) return data + index * view.strides[0] * size_of(view.dtype);
+  if (!has_groups(layout)) return data + index * view.strides[0] * size_of(view.dtype);
   const std::int64_t outer = index / view.shape[1];
   const std::int64_t inner = index % view.shape[1];
   return data + (outer * view.strides[0] + inner * view.strides[1]) * size_of(view.dtype);
@@ -233,6 +250,11 @@ void RoundRun::check_payload(std::size_t index, const ExpectedRows& rows) const 
   const std::int64_t row_bytes = payloads_[index].view().row_bytes();
   for (std::int64_t row = 0; row < num_rows; ++row) {
     const int source = rows.source_rank[static_cast<std::size_t>(row)];
+    if (rows.is_zero[static_cast<std::size_t>(row)]) {
+      const std::byte* got = row_of(view, exchange.layout, row);
+      ASSERT_TRUE(std::all_of(got, got + row_bytes, [](std::byte b) { return b == std::byte{0}; }))
+          << "payload " << index << ", row " << row << " should be zeros";
+    }
     if (source < 0) continue;
     const std::int64_t token = rows.source_token[static_cast<std::size_t>(row)];
     const auto expected = payload_row(plan_.seed, index, source, token, row_bytes);
@@ -255,7 +277,8 @@ void RoundRun::check_side_tensors(const ExpectedRows& rows) const {
   EXPECT_EQ(counts.rank_counts, rows.rank_counts);
   EXPECT_EQ(counts.expert_counts, rows.expert_counts);
   EXPECT_EQ(counts.num_rows, rows.num_rows);
-  const bool has_ids = plan_.exchange.has_ids && plan_.exchange.layout != Layout::kExpertMajor;
+  const bool by_expert = is_per_expert(plan_.exchange.layout);
+  const bool has_ids = plan_.exchange.has_ids && !by_expert;
   EXPECT_EQ(received_.topk_ids().has_value(), has_ids);
   if (has_ids) {
     EXPECT_EQ(ints_of(received_.topk_ids()), rows.topk_ids);
@@ -264,11 +287,9 @@ void RoundRun::check_side_tensors(const ExpectedRows& rows) const {
   if (!plan_.exchange.has_weights) return;
   const TensorView& weights = received_.topk_weights();
   ASSERT_EQ(weights.num_elements(), static_cast<std::int64_t>(rows.topk_weights.size()));
-  const std::size_t per_row = plan_.exchange.layout == Layout::kExpertMajor
-                                  ? 1
-                                  : static_cast<std::size_t>(plan_.exchange.top_k);
+  const std::size_t per_row = by_expert ? 1 : static_cast<std::size_t>(plan_.exchange.top_k);
   for (std::size_t i = 0; i < rows.topk_weights.size(); ++i) {
-    if (rows.source_rank[i / per_row] < 0) continue;
+    if (rows.source_rank[i / per_row] < 0 && !rows.is_zero[i / per_row]) continue;
     std::byte expected[4];
     encode(DType::kFloat32, rows.topk_weights[i], expected);
     ASSERT_TRUE(
@@ -287,9 +308,7 @@ float RoundRun::element(const ResultIndex& index) const {
 void RoundRun::fill_y(const TensorView& y) const {
   const Exchange& exchange = plan_.exchange;
   const ExpectedRows rows = expected_rows(exchange, rank_);
-  const std::vector<std::int32_t> experts = exchange.experts_of(rank_);
   const std::int64_t size = size_of(plan_.y_dtype);
-  const std::int64_t per_expert = exchange.num_ranks * exchange.round_max_tokens;
   for (std::size_t i = 0; i < rows.source_rank.size(); ++i) {
     const auto row = static_cast<std::int64_t>(i);
     std::byte* out = row_of(y, exchange.layout, row);
@@ -298,9 +317,7 @@ void RoundRun::fill_y(const TensorView& y) const {
       std::memset(out, 0xff, static_cast<std::size_t>(plan_.hidden * size));
       continue;
     }
-    ResultIndex index{rank_, -1, source, rows.source_token[i], 0};
-    const bool by_expert = exchange.layout == Layout::kExpertMajor;
-    if (by_expert) index.expert = experts[static_cast<std::size_t>(row / per_expert)];
+    ResultIndex index{rank_, rows.expert[i], source, rows.source_token[i], 0};
     const bool is_zero = exchange.layout == Layout::kGathered && exchange.has_ids &&
                          !exchange.is_routed(source, index.token, rank_);
     for (; index.column < plan_.hidden; ++index.column) {
@@ -320,7 +337,7 @@ CombineInputs RoundRun::prepare_combine(bool release) {
   } else {
     const TensorView& like = received_.payloads().front();
     std::vector<std::int64_t> shape;
-    if (exchange.layout != Layout::kGathered) shape.push_back(like.shape[1]);
+    if (has_groups(exchange.layout)) shape.push_back(like.shape[1]);
     shape.push_back(plan_.hidden);
     staged_y_ = TensorBuffer(plan_.y_dtype, like.shape[0], shape);
     combine_inputs_.y = staged_y_.view();

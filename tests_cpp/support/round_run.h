@@ -69,9 +69,14 @@ class TensorBuffer {
   TensorView view_;
 };
 
-/// Start of row `index` of a received payload or result: [rows, ...], [R, m, ...] or [L, R*m, ...],
-/// the rows counted over all dimensions but those of a row.
+/// Whether the layout's tensors have two leading dimensions: [R, m, ...], [L, R*m, ...].
+bool has_groups(Layout layout) noexcept;
+/// Rows of a received payload or result, over all dimensions but those of a row.
+std::int64_t num_rows_of(const TensorView& view, Layout layout);
+/// Start of one of them.
 std::byte* row_of(const TensorView& view, Layout layout, std::int64_t index);
+/// Whether results lie where they are sent from, so that in place they have the type that travels.
+bool results_travel_in_place(const AllToAllConfig& config);
 
 /// One rank's part in one round. Mismatches are gtest failures.
 class RoundRun {

@@ -42,7 +42,7 @@ struct FANFOLD_EXPORT DispatchInputs {
 
 /// Inputs of one combine.
 struct FANFOLD_EXPORT CombineInputs {
-  /// The experts' rows in the layout of the dispatch: [R, m, H], [sum of T, H] or [L, R*m, H];
+  /// The experts' rows in the layout of the dispatch: its leading dimensions, then H;
   /// float32, float16 or bfloat16; H * size of combine_dtype <= combine_row_bytes, H equal on all
   /// ranks.
   TensorView y;
@@ -57,16 +57,31 @@ struct FANFOLD_EXPORT CombineInputs {
 /// What a strategy can do.
 struct FANFOLD_EXPORT Capabilities {
   Strategy strategy = Strategy::kAuto;
-  std::vector<Layout> layouts;
+  std::vector<Layout> layouts;         ///< all that it gives
+  std::vector<Layout> native_layouts;  ///< those that need no local copy after the rows arrived
   std::vector<DType> id_dtypes;
   bool two_phase = false;
   bool graph_safe = false;
   bool needs_uniform_tokens = false;
+  /// Whether its sums are always in the stated order; false: also offers the transport's own order,
+  /// with deterministic = false.
   bool deterministic = true;
+  /// What deterministic = false promises; empty where it changes nothing.
+  std::string error_bound;
   bool rank_mask = false;
+  bool wires = false;    ///< dispatch_wire and combine_wire
+  bool workers = false;  ///< set_num_workers has an effect
   int max_payloads = 0;
   int max_top_k = 0;
   int max_ranks = 0;
+};
+
+/// What one round can hold on this rank.
+struct FANFOLD_EXPORT Capacities {
+  std::int64_t tokens_per_rank = 0;    ///< M; tokens that one rank may send to another
+  std::int64_t experts_per_token = 0;  ///< min(top_k, L): rows that one token can have per rank
+  std::int64_t rows_per_expert = 0;    ///< R * M
+  std::int64_t rows = 0;               ///< rows of the layout; 0: as a round brings them
 };
 
 /// Whether a call would fit, and if not, why.
@@ -90,13 +105,27 @@ class FANFOLD_EXPORT AllToAll {
   static constexpr int kMaxTopK = 1024;
   static constexpr int kMaxRanks = 1024;
 
-  /// Allocates the workspace (strategy one_sided: from `allocator`, where given). Collective.
+  /// Allocates the workspace, from `allocator` where given: its symmetric memory (but for the rows
+  /// of high_throughput, whose memory grows with need) and its private memory. Collective.
   /// @throws InvalidArgument  `config` contradicts itself (nothing was allocated), or the ranks'
   ///         configurations differ: on every rank, naming the field and both values.
   /// @throws Unsupported  the strategy lacks the layout.
-  /// @throws PeerTimeout, PeerLost, SystemFailure, std::bad_alloc
-  AllToAll(Communicator& communicator, const AllToAllConfig& config,
-           Allocator* allocator = nullptr);
+  /// @throws CapacityExceeded  the caller's buffers of `allocator` have no room: on every rank.
+  /// @throws PeerTimeout, PeerLost, SystemFailure, std::bad_alloc; a rank that runs out of memory
+  ///         ends it on all of them.
+  ///
+  /// `workspace_of`: use its memory and take part in its order of rounds, as two kinds of layers of
+  /// one model may. Round n of any of them uses slot n mod max_in_flight, so every rank must make
+  /// the rounds of all of them in one order, which the flags verify. Strategy (kAuto: its own) and
+  /// max_in_flight must be equal, and each part must fit where the first of them has it: what
+  /// arrives, what goes home, private memory (InvalidArgument with the bytes needed and
+  /// available). Failure, reset, mask and abort are then shared, too; placement, name and all
+  /// else are not. `close` of one while others live does not wait, needs its own rounds ended
+  /// (InvalidState) and leaves the memory to the others; the last one gives it back. One that is
+  /// destroyed in an open round fails the others on all ranks (PeerAborted) until `reset`.
+  /// @throws InvalidState  `workspace_of` is closed or has failed.
+  AllToAll(Communicator& communicator, const AllToAllConfig& config, Allocator* allocator = nullptr,
+           const AllToAll* workspace_of = nullptr);
   /// Marks this rank as left; never waits. Prefer `close()`.
   ~AllToAll();
   AllToAll(AllToAll&&) noexcept;
@@ -116,6 +145,8 @@ class FANFOLD_EXPORT AllToAll {
   /// Sends each token once to each rank that hosts one of its experts, and receives. Waits for
   /// every active rank's rows.
   /// @throws InvalidArgument, InvalidState, PeerTimeout, PeerAborted, PeerLost
+  /// @throws CapacityExceeded  strategy high_throughput: a rank has no memory for as many rows. On
+  ///         every rank, before a row moves; the round has not begun.
   Received dispatch(const DispatchInputs& inputs);
   /// First half: never waits for a peer, except for a slot whose previous round ended by `release`
   /// while a peer still holds it.
@@ -159,12 +190,25 @@ class FANFOLD_EXPORT AllToAll {
   void set_active_mask(const std::vector<bool>& active);
   std::vector<bool> active_mask() const;
 
+  /// Moves experts: a new placement of as many (physical) experts. Collective, waits; no round may
+  /// be open. The flags carry its version; routings made before are refused.
+  /// @throws InvalidArgument  the placements of the ranks differ, or the workspace has no room for
+  ///         a rank's experts (see AllToAllConfig::max_local_experts); nothing has changed.
+  /// @throws InvalidState     a round is open.
+  void set_placement(const Placement& placement,
+                     std::optional<std::chrono::nanoseconds> timeout = std::nullopt);
+
+  /// Threads that move rows in large rounds, the caller's included; 1..256, default 1. Results are
+  /// the same bit for bit. Local, between calls.
+  void set_num_workers(int num_workers);
+  int num_workers() const;
+
   /// Makes the waits of all ranks on this AllToAll throw PeerAborted(rank, reason). Any thread.
   void abort(const std::string& reason);
   /// Brings a failed AllToAll back: ends all open rounds. Collective over the active ranks, waits.
   void reset(std::optional<std::chrono::nanoseconds> timeout = std::nullopt);
   /// Collective: waits until every active rank has called it or has left, then gives the workspace
-  /// back. Idempotent.
+  /// back. Idempotent. Not the last of those that share a workspace: see the constructor.
   void close(std::optional<std::chrono::nanoseconds> timeout = std::nullopt);
   bool is_closed() const noexcept;
   bool is_failed() const noexcept;
@@ -173,9 +217,14 @@ class FANFOLD_EXPORT AllToAll {
   void check() const;
   /// Ids >= num_experts that were dropped since creation (CheckIds::kDrop).
   std::int64_t num_dropped_ids() const noexcept;
+  /// Rows beyond max_recv_rows that were dropped on this rank since creation.
+  std::int64_t num_dropped_rows() const noexcept;
 
   const Metainfo& metainfo() const;
+  /// Bytes held now: symmetric and private. high_throughput without max_recv_rows holds more as
+  /// rounds bring more rows.
   std::int64_t workspace_bytes() const;
+  Capacities capacities() const;
   Capabilities capabilities() const;
   /// Which strategy serves, and why: "one_sided: …".
   std::string choice() const;

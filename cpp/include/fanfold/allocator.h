@@ -6,8 +6,10 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "fanfold/communicator.h"
 #include "fanfold/export.h"
@@ -44,9 +46,19 @@ class FANFOLD_EXPORT SymmetricMemory {
   std::shared_ptr<Block> block_;
 };
 
+/// Memory of the caller's for the windows of one rank, as mapped in this process.
+struct FANFOLD_EXPORT HostBuffer {
+  std::byte* data = nullptr;
+  std::int64_t bytes = 0;
+};
+
+/// Gives at least `bytes` bytes of private memory that begins on 128 bytes; its deleter takes it
+/// back, on any thread. Contents are unspecified.
+using PrivateMemorySource = std::function<std::shared_ptr<std::byte>(std::int64_t bytes)>;
+
 /// What an allocator holds, in bytes of this rank's own windows.
 struct FANFOLD_EXPORT AllocatorStats {
-  std::int64_t reserved = 0;     ///< held from the system: in use and cached
+  std::int64_t reserved = 0;     ///< held from the system or the caller: in use and cached
   std::int64_t in_use = 0;       ///< given out
   std::int64_t peak_in_use = 0;  ///< highest `in_use` so far
   std::int64_t num_blocks = 0;   ///< blocks held
@@ -62,15 +74,28 @@ class FANFOLD_EXPORT Allocator {
  public:
   /// Local; allocates nothing.
   explicit Allocator(Communicator& communicator);
+  /// Symmetric memory comes out of the caller's own: `buffers[r]` becomes the windows of rank r,
+  /// and every rank gives all of them, as it sees them: threads the same arrays, processes the same
+  /// shared memory, each as mapped there. Equal in size on all ranks that give them; the smallest
+  /// counts. Collective: each rank writes to its own, and all must see it.
+  /// Ownership: the caller keeps the memory until all that was made with the allocator is closed
+  /// on every rank, and until the last view is gone.
+  /// @throws InvalidArgument  not one buffer per rank, too small, or (on every rank) a rank gives
+  ///         other sizes or does not see another's memory.
+  /// @throws PeerTimeout, PeerLost
+  Allocator(Communicator& communicator, const std::vector<HostBuffer>& buffers,
+            std::optional<std::chrono::nanoseconds> timeout = {});
   ~Allocator();
   Allocator(const Allocator&);
   Allocator(Allocator&&) noexcept;
   Allocator& operator=(const Allocator&);
   Allocator& operator=(Allocator&&) noexcept;
 
-  /// A block of at least `bytes` per rank, zeroed in its first `zero_bytes` (all of it when fresh).
-  /// Takes the smallest cached block that fits on every rank, else a new one. Collective.
-  /// @throws InvalidArgument  bytes < 1, or the ranks ask for different sizes (on every rank).
+  /// A block of at least `bytes` per rank, zeroed in its first `zero_bytes` (all of it when fresh
+  /// from the system). Takes the smallest cached block that fits on every rank, else a new one.
+  /// Collective.
+  /// @throws InvalidArgument   bytes < 1, or the ranks ask for different sizes (on every rank).
+  /// @throws CapacityExceeded  the caller's buffers have no such room left (on every rank).
   /// @throws PeerTimeout, PeerLost, SystemFailure, std::bad_alloc
   SymmetricMemory allocate(std::int64_t bytes, std::int64_t zero_bytes = 0,
                            std::optional<std::chrono::nanoseconds> timeout = {});
@@ -78,9 +103,18 @@ class FANFOLD_EXPORT Allocator {
   /// same order; does not wait. Nobody may use the block's memory afterwards.
   /// @throws InvalidArgument  the block is not of this allocator or was freed before.
   void free(const SymmetricMemory& memory);
-  /// Gives all cached blocks back to the system. Every rank calls it; does not wait.
+  /// Gives all cached blocks back to the system or the caller's buffers. Every rank calls it; does
+  /// not wait.
   void trim();
   AllocatorStats stats() const;
+
+  /// Where the private memory of what is made with this allocator, or a copy of it, comes from;
+  /// empty: from the system. Local.
+  void set_private_memory(PrivateMemorySource source);
+  /// For the library itself: private memory of at least `bytes`.
+  /// @throws InvalidArgument  the source gave memory that does not begin on 128 bytes.
+  /// @throws std::bad_alloc   it gave none.
+  std::shared_ptr<std::byte> allocate_private(std::int64_t bytes) const;
 
  private:
   class Impl;

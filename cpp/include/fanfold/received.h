@@ -55,7 +55,7 @@ class FANFOLD_EXPORT Routing {
 struct FANFOLD_EXPORT HostCounts {
   std::vector<std::int32_t> rank_counts;    ///< [R] rows from each rank
   std::vector<std::int32_t> expert_counts;  ///< [L] (token, local expert) pairs
-  std::int64_t num_rows = 0;                ///< rows received
+  std::int64_t num_rows = 0;                ///< as Received::num_rows
 };
 
 /// Views of what one dispatch received. R ranks, m = round_max_tokens, K = top_k, L local experts.
@@ -78,22 +78,34 @@ class FANFOLD_EXPORT Received {
   std::int64_t round_max_tokens() const;  ///< m
   std::int64_t num_tokens() const;        ///< T of this rank
   /// In the order of the payloads that were given: rank_major [R, m, ...], gathered [sum of T,
-  /// ...], expert_major [L, R*m, ...]. Bytes of rows past the counts are unspecified.
+  /// ...], expert_major [L, R*m, ...], flat [N, ...], flat_by_expert [N', ...]. Bytes of rows past
+  /// the counts are unspecified, except that those within flat_by_expert's groups are zero.
   const std::vector<TensorView>& payloads() const;
+  /// With a dispatch_wire: the scales of payload 0, [.., ceil(H / 128)] float32, or uint8 for
+  /// wire_scale ue8m0. Else empty.
+  const TensorView& scales() const;
   const TensorView& rank_counts() const;    ///< [R] int32
   const TensorView& expert_counts() const;  ///< [L] int32
-  const TensorView& num_rows() const;       ///< [1] int32
-  const TensorView& offsets() const;        ///< [L+1] int32, exclusive sums of expert_counts
+  /// [1] int32: rows received, one per (token, rank); gathered: all tokens; flat_by_expert: rows of
+  /// the layout, zero rows within the groups included. With max_recv_rows also those dropped.
+  const TensorView& num_rows() const;
+  /// [L+1] int32: exclusive sums of expert_counts; flat_by_expert: where each expert's group
+  /// begins.
+  const TensorView& offsets() const;
   HostCounts host_counts() const;
-  /// [R, m, K] or [sum of T, K] int32: global ids as sent, invalid_expert_id in rows without a
-  /// token. Empty for expert_major, or when no ids were given.
+  /// [R, m, K], [sum of T, K] or [N, K] int32: global ids as sent (with replicas: physical),
+  /// invalid_expert_id in rows without a token. Empty for layouts per expert, or when no ids were
+  /// given.
   const TensorView& topk_ids() const;
-  /// [R, m, K], [sum of T, K] or (expert_major) [L, R*m] float32. Empty when none were given.
+  /// [R, m, K], [sum of T, K], [N, K] or (per expert) [L, R*m], [N'] float32. Empty when none were
+  /// given.
   const TensorView& topk_weights() const;
   const TensorView& source_rank() const;   ///< per row int32, -1 in rows without a token
   const TensorView& source_token() const;  ///< per row int32, -1 in rows without a token
   /// Copies the counts and indices; valid for ever.
   Routing routing() const;
+  /// Keeps the memory of all these views mapped while held.
+  std::shared_ptr<const void> memory() const;
 
   class State;
   explicit Received(std::shared_ptr<State> state) noexcept;

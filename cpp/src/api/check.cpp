@@ -2,11 +2,13 @@
 #include "api/check.h"
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 #include <utility>
 
 #include "base/format.h"
 #include "fanfold/error.h"
+#include "plan/wire.h"
 
 namespace fanfold::api {
 namespace {
@@ -70,6 +72,24 @@ void check_weights(const char* name, const TensorView& weights, std::int64_t num
   check_rows(name, weights);
 }
 
+/// Bytes that a row of payload 0 takes on its way.
+std::int64_t travelling_bytes(const exchange::Exchange& exchange, const TensorView& payload) {
+  if (exchange.config().dispatch_wire == Wire::kNone) return payload.row_bytes();
+  if (!is_summable(payload.dtype) || payload.ndim != 2) {
+    fail("payloads[0]",
+         "float32, float16 or bfloat16 [num_tokens, hidden] (dispatch_wire packs it)",
+         payload.describe());
+  }
+  return plan::packed_row_bytes(payload.shape[1], exchange.config().wire_scale);
+}
+
+/// By number; made beforehand, since making text takes longer than all checks of a call.
+constexpr const char* kPayloadNames[] = {
+    "payloads[0]",  "payloads[1]",  "payloads[2]",  "payloads[3]", "payloads[4]",  "payloads[5]",
+    "payloads[6]",  "payloads[7]",  "payloads[8]",  "payloads[9]", "payloads[10]", "payloads[11]",
+    "payloads[12]", "payloads[13]", "payloads[14]", "payloads[15]"};
+static_assert(std::size(kPayloadNames) == AllToAll::kMaxPayloads);
+
 void check_payloads(const exchange::Exchange& exchange, const DispatchInputs& in,
                     std::int64_t num_tokens) {
   if (in.payloads.empty() || in.payloads.size() > AllToAll::kMaxPayloads) {
@@ -78,19 +98,19 @@ void check_payloads(const exchange::Exchange& exchange, const DispatchInputs& in
   std::int64_t total = 0;
   for (std::size_t i = 0; i < in.payloads.size(); ++i) {
     const TensorView& payload = in.payloads[i];
-    const std::string name = str("payloads[", i, "]");
+    const char* const name = kPayloadNames[i];
     if (payload.ndim < 1 || payload.shape[0] != num_tokens) {
-      fail(name.c_str(), str("[", num_tokens, ", ...] (one row per token)"), payload.describe());
+      fail(name, str("[", num_tokens, ", ...] (one row per token)"), payload.describe());
     }
     if (payload.row_bytes() < 1) {
-      fail(name.c_str(), "rows of at least one byte", payload.describe());
+      fail(name, "rows of at least one byte", payload.describe());
     }
-    check_rows(name.c_str(), payload);
+    check_rows(name, payload);
     if (num_tokens > 0 && exchange.owns(payload.data)) {
-      fail(name.c_str(), "memory outside this AllToAll (peers may overwrite it)",
+      fail(name, "memory outside this AllToAll (peers may overwrite it)",
            "a view of received rows");
     }
-    total += payload.row_bytes();
+    total += i == 0 ? travelling_bytes(exchange, payload) : payload.row_bytes();
   }
   if (total > exchange.workspace().dispatch_row_bytes) {
     fail("payloads",
@@ -118,6 +138,9 @@ std::int64_t first_tokens(const DispatchInputs& in, std::int64_t rows) {
 void check_routing(const exchange::Exchange& exchange, const DispatchInputs& in) {
   if (!in.routing.has_value()) return;
   const Routing::Data& data = *in.routing.data();
+  if (data.placement_version != exchange.placement_version()) {
+    fail("routing", "a routing made under the present placement", "one of another placement");
+  }
   if (data.config_digest != exchange.config_digest()) {
     fail("routing", "a routing of an equally configured AllToAll", "one of another configuration");
   }
@@ -146,17 +169,13 @@ bool holds(DType dtype, std::int64_t value) noexcept {
   }
 }
 
-std::string shape_text(const exchange::Exchange& exchange, const exchange::Slot& slot) {
-  const std::int64_t m = slot.round_max_tokens;
-  switch (exchange.config().layout) {
-    case Layout::kRankMajor:
-      return str("[", exchange.num_ranks(), ", ", m, ", hidden]");
-    case Layout::kExpertMajor:
-      return str("[", exchange.num_local_experts(), ", ", exchange.num_ranks() * m, ", hidden]");
-    case Layout::kGathered:
-      return str("[", slot.num_gathered, ", hidden]");
+/// "[2, 4, hidden]"
+std::string shape_text(const exchange::Extents& leading) {
+  std::string text = "[";
+  for (int i = 0; i < leading.ndim; ++i) {
+    text += str(leading.shape[static_cast<std::size_t>(i)], ", ");
   }
-  return {};
+  return text + "hidden]";
 }
 
 }  // namespace
@@ -232,7 +251,7 @@ void check_results(exchange::Exchange& exchange, const exchange::Slot& slot,
   if (y.ndim != wanted.ndim ||
       !std::equal(y.shape.begin(), y.shape.begin() + y.ndim, wanted.shape.begin()) ||
       !is_summable(y.dtype)) {
-    fail("y", "float32, float16 or bfloat16 " + shape_text(exchange, slot), y.describe());
+    fail("y", "float32, float16 or bfloat16 " + shape_text(exchange.leading(slot)), y.describe());
   }
   // Rows that are staged need only room for what travels.
   const bool staged = y.num_elements() == 0 || !exchange.owns(y.data);
@@ -241,18 +260,20 @@ void check_results(exchange::Exchange& exchange, const exchange::Slot& slot,
   if (!y.is_contiguous()) fail("y", "a contiguous tensor", "other strides");
   if (y.num_elements() > 0 && y.data == nullptr) fail("y", "data", "a null pointer");
   if (staged) return;
-  const std::string here = str("the combine buffer of round ", slot.round);
+  const auto buffer_of = [](const exchange::Slot& of) {
+    return str("the combine buffer of round ", of.round);
+  };
   if (y.data != wanted.data) {
     std::string got = "other memory of this AllToAll";
     for (const exchange::Slot& other : exchange.slots()) {
       const TensorView buffer = exchange.combine_view(other, 1, y.dtype);
-      if (buffer.data == y.data) got = str("the combine buffer of round ", other.round);
+      if (buffer.data == y.data) got = buffer_of(other);
     }
-    fail("y", here + ", or memory outside this AllToAll", got);
+    fail("y", buffer_of(slot) + ", or memory outside this AllToAll", got);
   }
   const DType travels = exchange.combine_dtype();
-  if (exchange.config().layout == Layout::kRankMajor && y.dtype != travels) {
-    fail("y", str(name_of(travels), " (combine_dtype) in ", here), y.describe());
+  if (exchange.combines_in_place() && y.dtype != travels) {
+    fail("y", str(name_of(travels), " (combine_dtype) in ", buffer_of(slot)), y.describe());
   }
 }
 

@@ -9,6 +9,7 @@
 #include "base/kernels.h"
 #include "exchange/exchange.h"
 #include "fanfold/error.h"
+#include "plan/wire.h"
 
 namespace fanfold::api {
 namespace {
@@ -70,8 +71,10 @@ void resolve_sizes(AllToAllConfig& config) {
                               name_of(*config.combine_dtype)));
   }
   if (!config.dispatch_row_bytes) {
-    config.dispatch_row_bytes =
-        config.hidden * size_of(config.dtype) + config.extra_bytes_per_token;
+    config.dispatch_row_bytes = config.extra_bytes_per_token +
+                                (config.dispatch_wire == Wire::kNone
+                                     ? config.hidden * size_of(config.dtype)
+                                     : plan::packed_row_bytes(config.hidden, config.wire_scale));
   }
   if (!config.combine_row_bytes) {
     config.combine_row_bytes = config.hidden * size_of(*config.combine_dtype);
@@ -86,19 +89,71 @@ std::string resolve_strategy(AllToAllConfig& config) {
     return str(name_of(config.strategy), ": asked for by name");
   }
   if (config.layout == Layout::kGathered) {
-    config.strategy = Strategy::kBroadcast;
-    return "broadcast: the strategy that gives layout gathered";
+    config.strategy = Strategy::kGatherScatter;
+    return "gather_scatter: layout gathered wants every row on every rank, and sums go home once";
+  }
+  if (config.dispatch_wire != Wire::kNone || config.combine_wire != Wire::kNone) {
+    config.strategy = Strategy::kLowLatency;
+    return "low_latency: the strategy that packs rows for the wire";
+  }
+  const bool exact = !config.max_recv_rows;
+  if (exact && (config.layout == Layout::kFlat || config.layout == Layout::kFlatByExpert)) {
+    config.strategy = Strategy::kHighThroughput;
+    return str("high_throughput: layout ", name_of(config.layout),
+               " of as many rows as arrive takes memory for no more than these");
   }
   config.strategy = Strategy::kOneSided;
   return "one_sided: all ranks share the memory of this machine, and it moves each row once";
 }
 
-}  // namespace
-
-Capabilities capabilities_of(Strategy strategy) {
-  return strategy == Strategy::kBroadcast ? exchange::broadcast_capabilities()
-                                          : exchange::one_sided_capabilities();
+void check_layout(const AllToAllConfig& config, const Capabilities& record) {
+  if (std::find(record.layouts.begin(), record.layouts.end(), config.layout) ==
+      record.layouts.end()) {
+    throw Unsupported(str("layout: strategy ", name_of(config.strategy), " gives ",
+                          list_layouts(record), "; got ", name_of(config.layout)));
+  }
+  if (!is_per_expert(config.layout) && config.weighting != Weighting::kApplied) {
+    throw InvalidArgument(str("weighting: layout ", name_of(config.layout),
+                              " expects applied, got ", name_of(config.weighting)));
+  }
+  const bool is_flat = config.layout == Layout::kFlat || config.layout == Layout::kFlatByExpert;
+  if (config.max_recv_rows) {
+    check_range("max_recv_rows", *config.max_recv_rows, 1, INT32_MAX);
+    if (!is_flat) {
+      throw InvalidArgument(str("max_recv_rows: expected none (only flat and flat_by_expert have ",
+                                "it), got ", *config.max_recv_rows, " with layout ",
+                                name_of(config.layout)));
+    }
+  }
+  check_range("expert_alignment", config.expert_alignment, 1, 65536);
+  if (config.expert_alignment != 1 && config.layout != Layout::kFlatByExpert) {
+    throw InvalidArgument(str("expert_alignment: expected 1 (only flat_by_expert has groups), got ",
+                              config.expert_alignment, " with layout ", name_of(config.layout)));
+  }
 }
+
+void check_wires(const AllToAllConfig& config, const Capabilities& record) {
+  for (const auto& [name, wire] : {std::pair("dispatch_wire", config.dispatch_wire),
+                                   std::pair("combine_wire", config.combine_wire)}) {
+    if (wire == Wire::kNone || record.wires) continue;
+    throw Unsupported(str(name, ": strategy ", name_of(config.strategy),
+                          " sends rows as they are (low_latency packs them); got ", name_of(wire)));
+  }
+  if (config.combine_wire != Wire::kNone && !is_per_expert(config.layout)) {
+    throw InvalidArgument(
+        str("combine_wire: expected none (it packs the sums of layouts per "
+            "expert), got ",
+            name_of(config.combine_wire), " with layout ", name_of(config.layout)));
+  }
+  if (config.dispatch_wire != Wire::kNone && !is_summable(config.dtype)) {
+    throw InvalidArgument(
+        str("dtype: expected float32, float16 or bfloat16 (dispatch_wire packs "
+            "it), got ",
+            name_of(config.dtype)));
+  }
+}
+
+}  // namespace
 
 ResolvedConfig resolve(const AllToAllConfig& config, int num_ranks) {
   check_scalars(config);
@@ -110,23 +165,43 @@ ResolvedConfig resolve(const AllToAllConfig& config, int num_ranks) {
   if (out.check_ids == CheckIds::kAuto) out.check_ids = CheckIds::kRaise;
   resolve_sizes(out);
   resolved.choice = resolve_strategy(out);
-  const Capabilities record = capabilities_of(out.strategy);
-  if (std::find(record.layouts.begin(), record.layouts.end(), out.layout) == record.layouts.end()) {
-    throw Unsupported(str("layout: strategy ", name_of(out.strategy), " gives ",
-                          list_layouts(record), "; got ", name_of(out.layout)));
-  }
-  if (out.layout != Layout::kExpertMajor && out.weighting != Weighting::kApplied) {
-    throw InvalidArgument(str("weighting: layout ", name_of(out.layout), " expects applied, got ",
-                              name_of(out.weighting)));
-  }
+  const Capabilities record = exchange::capabilities_of(out.strategy);
+  check_layout(out, record);
+  check_wires(out, record);
+  check_range("channel_bytes", out.channel_bytes, 4096, std::int64_t{1} << 30);
+  check_range("max_local_experts", out.max_local_experts, 0, out.num_experts);
   return resolved;
 }
 
-std::vector<std::pair<std::string, std::string>> encode(const AllToAllConfig& config) {
-  std::string table;
-  for (const std::int32_t rank : config.placement.table) table += str(rank, ' ');
-  constexpr const char* kPlacements[] = {"linear", "round_robin", "table "};
-  return {
+namespace {
+
+std::string list(const std::vector<std::int32_t>& values) {
+  std::string text;
+  for (const std::int32_t value : values) text += str(text.empty() ? "" : " ", value);
+  return text.empty() ? "none" : text;
+}
+
+std::string text_of(const Placement& placement) {
+  switch (placement.kind) {
+    case Placement::Kind::kLinear:
+      return "linear";
+    case Placement::Kind::kRoundRobin:
+      return "round_robin";
+    case Placement::Kind::kTable:
+      return "table " + list(placement.table);
+  }
+  return {};
+}
+
+}  // namespace
+
+Fields encode(const Placement& placement) {
+  return {{"placement", text_of(placement)},
+          {"placement.logical_of_expert", list(placement.logical_of_expert)}};
+}
+
+Fields encode(const AllToAllConfig& config) {
+  Fields fields = {
       {"num_experts", str(config.num_experts)},
       {"top_k", str(config.top_k)},
       {"max_tokens_per_rank", str(config.max_tokens_per_rank)},
@@ -137,17 +212,26 @@ std::vector<std::pair<std::string, std::string>> encode(const AllToAllConfig& co
       {"strategy", name_of(config.strategy)},
       {"layout", name_of(config.layout)},
       {"weighting", name_of(config.weighting)},
-      {"placement", kPlacements[static_cast<int>(config.placement.kind)] + table},
       {"combine_dtype", name_of(config.combine_dtype.value_or(config.dtype))},
+      {"max_recv_rows", str(config.max_recv_rows.value_or(0))},
+      {"expert_alignment", str(config.expert_alignment)},
+      {"max_local_experts", str(config.max_local_experts)},
+      {"dispatch_wire", name_of(config.dispatch_wire)},
+      {"combine_wire", name_of(config.combine_wire)},
+      {"wire_scale", name_of(config.wire_scale)},
+      {"channel_bytes", str(config.channel_bytes)},
       {"max_in_flight", str(config.max_in_flight)},
       {"deterministic", config.deterministic ? "true" : "false"},
       {"check_ids", name_of(config.check_ids)},
       {"row_guard_bytes", str(config.test_knobs.row_guard_bytes)},
       {"first_epoch", str(config.test_knobs.first_epoch)},
   };
+  const Fields placement = encode(config.placement);
+  fields.insert(fields.end(), placement.begin(), placement.end());
+  return fields;
 }
 
-std::string flatten(const std::vector<std::pair<std::string, std::string>>& fields) {
+std::string flatten(const Fields& fields) {
   std::string text;
   for (const auto& [name, value] : fields) text += str(name, '=', value, '\n');
   return text;

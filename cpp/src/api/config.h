@@ -20,17 +20,18 @@ struct ResolvedConfig {
 /// @throws InvalidArgument, Unsupported
 ResolvedConfig resolve(const AllToAllConfig& config, int num_ranks);
 
-/// Capability record of a resolved strategy.
-Capabilities capabilities_of(Strategy strategy);
+/// Names and values.
+using Fields = std::vector<std::pair<std::string, std::string>>;
 
-/// Field names and values that all ranks must share.
-std::vector<std::pair<std::string, std::string>> encode(const AllToAllConfig& config);
+/// What all ranks must share.
+Fields encode(const AllToAllConfig& config);
+Fields encode(const Placement& placement);
 
 /// @throws InvalidArgument  naming the first field that differs and both values. Symmetric: every
 ///         rank compares all with rank 0 and throws the same.
 void compare_encoded(const std::vector<std::string>& by_rank, const std::string& what);
 
 /// One string from `encode`'s pairs.
-std::string flatten(const std::vector<std::pair<std::string, std::string>>& fields);
+std::string flatten(const Fields& fields);
 
 }  // namespace fanfold::api

@@ -31,8 +31,18 @@ const char* name_of(Strategy value) noexcept {
       return "auto";
     case Strategy::kBroadcast:
       return "broadcast";
+    case Strategy::kGatherScatter:
+      return "gather_scatter";
+    case Strategy::kBatched:
+      return "batched";
     case Strategy::kOneSided:
       return "one_sided";
+    case Strategy::kTwoSided:
+      return "two_sided";
+    case Strategy::kHighThroughput:
+      return "high_throughput";
+    case Strategy::kLowLatency:
+      return "low_latency";
   }
   return "unknown";
 }
@@ -45,6 +55,10 @@ const char* name_of(Layout value) noexcept {
       return "gathered";
     case Layout::kExpertMajor:
       return "expert_major";
+    case Layout::kFlat:
+      return "flat";
+    case Layout::kFlatByExpert:
+      return "flat_by_expert";
   }
   return "unknown";
 }
@@ -85,11 +99,31 @@ const char* name_of(SanitizePolicy value) noexcept {
   return "unknown";
 }
 
+const char* name_of(Wire value) noexcept {
+  switch (value) {
+    case Wire::kNone:
+      return "none";
+    case Wire::kFp8E4M3:
+      return "fp8_e4m3";
+  }
+  return "unknown";
+}
+
+const char* name_of(WireScale value) noexcept {
+  switch (value) {
+    case WireScale::kFloat32:
+      return "float32";
+    case WireScale::kUe8m0:
+      return "ue8m0";
+  }
+  return "unknown";
+}
+
 Strategy strategy_from_name(std::string_view name) {
-  return from_name("strategy", name, Strategy::kOneSided);
+  return from_name("strategy", name, Strategy::kLowLatency);
 }
 Layout layout_from_name(std::string_view name) {
-  return from_name("layout", name, Layout::kExpertMajor);
+  return from_name("layout", name, Layout::kFlatByExpert);
 }
 Weighting weighting_from_name(std::string_view name) {
   return from_name("weighting", name, Weighting::kOrigin);
@@ -99,6 +133,10 @@ CheckIds check_ids_from_name(std::string_view name) {
 }
 SanitizePolicy sanitize_policy_from_name(std::string_view name) {
   return from_name("policy", name, SanitizePolicy::kToLocal);
+}
+Wire wire_from_name(std::string_view name) { return from_name("wire", name, Wire::kFp8E4M3); }
+WireScale wire_scale_from_name(std::string_view name) {
+  return from_name("wire_scale", name, WireScale::kUe8m0);
 }
 
 Placement placement_from_name(std::string_view name) {
@@ -120,6 +158,13 @@ Placement Placement::from_table(std::vector<std::int32_t> rank_of_expert) {
   Placement placement;
   placement.kind = Kind::kTable;
   placement.table = std::move(rank_of_expert);
+  return placement;
+}
+
+Placement Placement::from_replicas(std::vector<std::int32_t> rank_of_expert,
+                                   std::vector<std::int32_t> logical_of_expert) {
+  Placement placement = from_table(std::move(rank_of_expert));
+  placement.logical_of_expert = std::move(logical_of_expert);
   return placement;
 }
 

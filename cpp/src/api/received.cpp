@@ -61,6 +61,11 @@ const std::vector<TensorView>& Received::payloads() const {
   return checked(state_).payloads();
 }
 
+const TensorView& Received::scales() const {
+  return checked(state_).lazy(checked(state_).scales, [&] {
+    return checked(state_).exchange().scales_view(checked(state_).slot_state());
+  });
+}
 const TensorView& Received::rank_counts() const {
   return checked(state_).lazy(checked(state_).rank_counts, [&] {
     return checked(state_).exchange().rank_counts_view(checked(state_).slot_state());
@@ -119,6 +124,11 @@ Routing Received::routing() const {
   if (!checked(state_).routing)
     checked(state_).routing = checked(state_).exchange().copy_routing(checked(state_).slot_state());
   return Routing(checked(state_).routing);
+}
+
+std::shared_ptr<const void> Received::memory() const {
+  checked(state_).require_open();
+  return checked(state_).exchange().memory();
 }
 
 Routing::Routing() = default;

@@ -43,7 +43,7 @@ class Received::State {
     }
     return entry.view;
   }
-  Lazy rank_counts, expert_counts, offsets, num_rows, topk_ids, topk_weights, source_rank,
+  Lazy scales, rank_counts, expert_counts, offsets, num_rows, topk_ids, topk_weights, source_rank,
       source_token;
   std::shared_ptr<const Routing::Data> routing;
 

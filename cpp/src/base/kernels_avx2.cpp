@@ -3,7 +3,7 @@
 #include <immintrin.h>
 
 #include "base/kernels.h"
-#include "base/kernels_inl.h"
+#include "base/kernels_fp8_inl.h"
 
 namespace fanfold::base {
 
@@ -62,6 +62,59 @@ struct Avx2 {
     std::memcpy(to, padded, static_cast<std::size_t>(num_lanes * kElementBytes<kType>));
   }
 
+  static Vec divide(Vec a, Vec b) {
+    return {_mm256_div_ps(a.first, b.first), _mm256_div_ps(a.second, b.second)};
+  }
+
+  template <std::size_t kNumVecs>
+  static std::uint32_t max_magnitude(const Vec (&vecs)[kNumVecs]) {
+    const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+    __m256i result = _mm256_setzero_si256();
+    for (const Vec& vec : vecs) {
+      for (const __m256 part : {vec.first, vec.second}) {
+        result = _mm256_max_epu32(result, _mm256_and_si256(_mm256_castps_si256(part), magnitude));
+      }
+    }
+    __m128i half =
+        _mm_max_epu32(_mm256_castsi256_si128(result), _mm256_extracti128_si256(result, 1));
+    half = _mm_max_epu32(half, _mm_shuffle_epi32(half, 0x4e));
+    half = _mm_max_epu32(half, _mm_shuffle_epi32(half, 0xb1));
+    return static_cast<std::uint32_t>(_mm_cvtsi128_si32(half));
+  }
+
+  template <Order kOrder>
+  static constexpr std::int64_t lane_of(std::int64_t element) {
+    if constexpr (kOrder == Order::kSequential) return element;
+    return element / 2 + element % 2 * (kLanes / 2);
+  }
+
+  template <Order kOrder>
+  static void store_e4m3(std::byte* to, Vec values) {
+    const __m256i second = _mm256_slli_epi32(biased_e4m3(values.second), 16);
+    const __m256i pairs = _mm256_blend_epi16(biased_e4m3(values.first), second, 0xaa);
+    const __m256i code = _mm256_and_si256(_mm256_sub_epi16(pairs, _mm256_set1_epi16(kE4M3Bias)),
+                                          _mm256_set1_epi16(0x7f));
+    const __m256i sign = _mm256_and_si256(_mm256_srli_epi16(pairs, 4), _mm256_set1_epi16(0x80));
+    const __m256i halves = _mm256_or_si256(code, sign);
+    __m128i bytes =
+        _mm_packus_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+    if constexpr (kOrder == Order::kSequential) {
+      bytes = _mm_shuffle_epi8(bytes,
+                               _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
+    }
+    _mm_storeu_si128(reinterpret_cast<__m128i_u*>(to), bytes);
+  }
+
+  static Vec load_e4m3(const std::byte* from) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i_u*>(from));
+    const __m256i wide = _mm256_cvtepi8_epi16(bytes);
+    // As float16 the number is 2^-8 of itself, subnormals included. What is NaN becomes NaN.
+    __m256i halves = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(-0x4001));
+    const __m256i nan = _mm256_cmpeq_epi16(_mm256_slli_epi16(wide, 9), _mm256_set1_epi16(-0x200));
+    halves = _mm256_or_si256(halves, _mm256_and_si256(nan, _mm256_set1_epi16(0x7c00)));
+    return multiply(widen<DType::kFloat16, Order::kSequential>(halves), broadcast(256));
+  }
+
   template <std::size_t kNumLines>
   static void stream_lines(std::byte* dst, const std::byte* src) {
     constexpr std::size_t kNumParts = 2 * kNumLines;
@@ -70,6 +123,14 @@ struct Avx2 {
     for (std::size_t i = 0; i < kNumParts; ++i) {
       _mm256_stream_si256(reinterpret_cast<__m256i*>(dst + i * sizeof(__m256i)), parts[i]);
     }
+  }
+
+  template <std::size_t kNumLines>
+  static void store_lines(std::byte* dst, const std::byte* src) {
+    constexpr std::size_t kNumParts = 2 * kNumLines;
+    __m256i parts[kNumParts];
+    for (std::size_t i = 0; i < kNumParts; ++i) parts[i] = load_bits(src + i * sizeof(__m256i));
+    for (std::size_t i = 0; i < kNumParts; ++i) store_bits(dst + i * sizeof(__m256i), parts[i]);
   }
 
   static constexpr auto* kCopyStreaming =
@@ -125,6 +186,21 @@ struct Avx2 {
         return _mm256_permute4x64_epi64(packed, 0xd8);
       }
     }
+  }
+
+  // One E4M3 in bits 0 to 6 of each lane, 1128 too large, and its sign in bit 11; no bits between
+  // 12 and 15. With E the exponent of a number, but not below that of the smallest normal E4M3,
+  // adding 2^(E + 20) leaves its multiple of 2^(E - 3), rounded to even, in the lowest bits of the
+  // sum: 8 to 16 for normal E4M3, less for subnormal ones. 8 (E + 7) + that many - 8 is the code;
+  // the upper bits of the sum hold 8 (E + 147).
+  static __m256i biased_e4m3(__m256 values) {
+    const __m256i bits = _mm256_castps_si256(values);
+    const __m256i exponent = _mm256_max_epu32(_mm256_and_si256(bits, _mm256_set1_epi32(0x7f800000)),
+                                              _mm256_set1_epi32(0x3c800000));
+    const __m256i large = _mm256_or_si256(_mm256_add_epi32(exponent, _mm256_set1_epi32(20 << 23)),
+                                          _mm256_and_si256(bits, _mm256_set1_epi32(INT32_MIN)));
+    const __m256i sum = _mm256_castps_si256(_mm256_add_ps(values, _mm256_castsi256_ps(large)));
+    return _mm256_add_epi32(sum, _mm256_srli_epi32(sum, 20));
   }
 
   // bfloat16 in the upper half of each lane, the lower half is left over from rounding. Not for

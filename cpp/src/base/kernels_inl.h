@@ -16,7 +16,9 @@
 //   zero(), broadcast(float), add(Vec, Vec), multiply(Vec, Vec)
 //   load<DType, Order>(bytes), store<DType, Order>(bytes, vec)      kLanes elements
 //   load_first<DType, Order>(bytes, n), store_first<...>(bytes, vec, n)  only the first n elements
-//   kCopyStreaming, store_fence     as in Kernels.
+//   kCopyStreaming, store_fence     as in Kernels;
+//   store_lines<n>(dst, src)        copies n cache lines with ordinary stores, all loads first;
+// and what kernels_fp8_inl.h lists.
 
 #include <cassert>
 #include <cstddef>
@@ -81,14 +83,26 @@ void copy_by_lines(std::byte* dst, const std::byte* src, std::int64_t bytes) {
   copy_ordinary<V>(dst + offset, src + offset, bytes - offset);
 }
 
-/// One call of sum_rows with its types resolved.
-template <class V, DType kRow, DType kOut, bool kWeighted>
-struct RowSum {
-  static constexpr Order kLaneOrder = kOrder<kRow, kOut>;
-  static constexpr std::int64_t kRowBytes = kElementBytes<kRow>;
-  static constexpr std::int64_t kOutBytes = kElementBytes<kOut>;
+template <class V>
+void copy_fetching(std::byte* dst, const std::byte* src, std::int64_t bytes,
+                   const std::byte* next) {
+  constexpr std::int64_t kGroupBytes = 4 * kLineBytes;
+  std::int64_t offset = 0;
+  for (; offset + kGroupBytes <= bytes; offset += kGroupBytes) {
+    for (std::int64_t line = offset; line < offset + kGroupBytes; line += kLineBytes) {
+      __builtin_prefetch(next + line, /*for writing*/ 1, /*all levels*/ 3);
+    }
+    V::template store_lines<4>(dst + offset, src + offset);
+  }
+  copy_ordinary<V>(dst + offset, src + offset, bytes - offset);
+}
 
-  std::byte* out;
+/// Sums of rows, columns by columns.
+template <class V, DType kRow, Order kRowOrder, bool kWeighted>
+struct RowAdder {
+  static constexpr Order kLaneOrder = kRowOrder;
+  static constexpr std::int64_t kRowBytes = kElementBytes<kRow>;
+
   const void* const* rows;
   const float* weights;
   std::int64_t num_rows;
@@ -102,11 +116,9 @@ struct RowSum {
     return static_cast<const std::byte*>(rows[row_idx]) + column * kRowBytes;
   }
 
-  /// All rows of `kNumVecs` vectors of columns. All is read before anything is written: `out` may
-  /// be row 0.
+  /// `kNumVecs` vectors of columns from `column` on.
   template <int kNumVecs>
-  void sum_block(std::int64_t column) const {
-    typename V::Vec sums[static_cast<std::size_t>(kNumVecs)];
+  void load(std::int64_t column, typename V::Vec* sums) const {
     for (int i = 0; i < kNumVecs; ++i) sums[i] = V::zero();
     for (std::int64_t row_idx = 0; row_idx < num_rows; ++row_idx) {
       const std::byte* row = row_at(row_idx, column);
@@ -115,39 +127,56 @@ struct RowSum {
         sums[i] = V::add(sums[i], weighted(part, row_idx));
       }
     }
-    for (int i = 0; i < kNumVecs; ++i) {
-      V::template store<kOut, kLaneOrder>(out + (column + i * V::kLanes) * kOutBytes, sums[i]);
-    }
   }
 
-  /// The last `num_columns` < kLanes columns. Stepping back to a full vector would add the columns
-  /// that it repeats twice when `out` is row 0.
-  void sum_tail(std::int64_t column, std::int64_t num_columns) const {
+  /// `num_columns` < kLanes columns, then zeros.
+  typename V::Vec load_first(std::int64_t column, std::int64_t num_columns) const {
     typename V::Vec sum = V::zero();
     for (std::int64_t row_idx = 0; row_idx < num_rows; ++row_idx) {
       const auto part =
           V::template load_first<kRow, kLaneOrder>(row_at(row_idx, column), num_columns);
       sum = V::add(sum, weighted(part, row_idx));
     }
-    V::template store_first<kOut, kLaneOrder>(out + column * kOutBytes, sum, num_columns);
-  }
-
-  void sum(std::int64_t hidden) const {
-    constexpr std::int64_t kBlockLanes = V::kLanes * V::kBlockVecs;
-    std::int64_t column = 0;
-    for (; column + kBlockLanes <= hidden; column += kBlockLanes) sum_block<V::kBlockVecs>(column);
-    for (; column + V::kLanes <= hidden; column += V::kLanes) sum_block<1>(column);
-    if (column < hidden) sum_tail(column, hidden - column);
+    return sum;
   }
 };
+
+/// Rounds what `source` loads to `out`. Of each column all is read before anything is written:
+/// `out` may be one of the rows. The last columns are not made up to a full vector by stepping
+/// back, which would add those that it repeats twice.
+template <class V, DType kOut, class Source>
+void store_columns(std::byte* out, const Source& source, std::int64_t hidden) {
+  constexpr Order kOrder = Source::kLaneOrder;
+  constexpr std::int64_t kOutBytes = kElementBytes<kOut>;
+  constexpr std::int64_t kBlockLanes = V::kLanes * V::kBlockVecs;
+  std::int64_t column = 0;
+  for (; column + kBlockLanes <= hidden; column += kBlockLanes) {
+    typename V::Vec sums[static_cast<std::size_t>(V::kBlockVecs)];
+    source.template load<V::kBlockVecs>(column, sums);
+    for (int i = 0; i < V::kBlockVecs; ++i) {
+      V::template store<kOut, kOrder>(out + (column + i * V::kLanes) * kOutBytes, sums[i]);
+    }
+  }
+  for (; column + V::kLanes <= hidden; column += V::kLanes) {
+    typename V::Vec sum;
+    source.template load<1>(column, &sum);
+    V::template store<kOut, kOrder>(out + column * kOutBytes, sum);
+  }
+  if (column == hidden) return;
+  V::template store_first<kOut, kOrder>(
+      out + column * kOutBytes, source.load_first(column, hidden - column), hidden - column);
+}
 
 template <class V, DType kRow, DType kOut>
 void sum_rows_of_types(std::byte* out, const void* const* rows, const float* weights,
                        std::int64_t num_rows, std::int64_t hidden) {
+  constexpr Order kLaneOrder = kOrder<kRow, kOut>;
   if (weights == nullptr) {
-    RowSum<V, kRow, kOut, false>{out, rows, weights, num_rows}.sum(hidden);
+    store_columns<V, kOut>(out, RowAdder<V, kRow, kLaneOrder, false>{rows, weights, num_rows},
+                           hidden);
   } else {
-    RowSum<V, kRow, kOut, true>{out, rows, weights, num_rows}.sum(hidden);
+    store_columns<V, kOut>(out, RowAdder<V, kRow, kLaneOrder, true>{rows, weights, num_rows},
+                           hidden);
   }
 }
 
@@ -177,9 +206,5 @@ void sum_rows(void* out, DType out_dtype, const void* const* rows, const float* 
     sum_rows_of_row_type<V, DType::kFloat32>(bytes, out_dtype, rows, weights, num_rows, hidden);
   }
 }
-
-template <class V>
-constexpr Kernels kKernelsOf = {V::kIsa, V::kName, V::kCopyStreaming, &V::store_fence,
-                                &sum_rows<V>};
 
 }  // namespace fanfold::base

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Plain C++ for every processor: the definition that the other instruction sets are compared with.
 #include "base/float_convert.h"
+#include "base/fp8.h"
 #include "base/kernels.h"
-#include "base/kernels_inl.h"
+#include "base/kernels_fp8_inl.h"
 
 namespace fanfold::base {
 
@@ -69,6 +70,49 @@ struct Portable {
       for (int i = 0; i < kLanes; ++i) halves[i] = half_from_float<kType>(values.lanes[i]);
       std::memcpy(to, halves, num_bytes);
     }
+  }
+
+  static Vec divide(const Vec& a, const Vec& b) {
+    Vec result;
+    for (int i = 0; i < kLanes; ++i) result.lanes[i] = a.lanes[i] / b.lanes[i];
+    return result;
+  }
+
+  template <std::size_t kNumVecs>
+  static std::uint32_t max_magnitude(const Vec (&vecs)[kNumVecs]) {
+    std::uint32_t result = 0;
+    for (const Vec& vec : vecs) {
+      for (const float lane : vec.lanes) {
+        const std::uint32_t magnitude = float_bits(lane) & 0x7fffffffU;
+        result = magnitude > result ? magnitude : result;
+      }
+    }
+    return result;
+  }
+
+  template <Order>
+  static constexpr std::int64_t lane_of(std::int64_t element) {
+    return element;
+  }
+
+  template <Order>
+  static void store_e4m3(std::byte* to, const Vec& values) {
+    for (int i = 0; i < kLanes; ++i) {
+      to[i] = static_cast<std::byte>(e4m3_from_float(values.lanes[i]));
+    }
+  }
+
+  static Vec load_e4m3(const std::byte* from) {
+    Vec result;
+    for (int i = 0; i < kLanes; ++i) {
+      result.lanes[i] = float_from_e4m3(static_cast<std::uint8_t>(from[i]));
+    }
+    return result;
+  }
+
+  template <std::size_t kNumLines>
+  static void store_lines(std::byte* dst, const std::byte* src) {
+    std::memcpy(dst, src, kNumLines * kLineBytes);
   }
 
   static constexpr auto* kCopyStreaming = &copy_ordinary<Portable>;

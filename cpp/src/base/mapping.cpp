@@ -57,6 +57,7 @@ void touch_pages(std::byte* data, std::int64_t bytes) noexcept {
   }
 }
 
+/// `data` begins a page.
 void populate(std::byte* data, std::int64_t bytes) {
   while (::madvise(data, to_size(bytes), kMadvPopulateWrite) != 0) {
     if (errno == EINTR || errno == EAGAIN) continue;
@@ -65,8 +66,10 @@ void populate(std::byte* data, std::int64_t bytes) {
     break;
   }
   // Best effort: a kernel without it, or memory without free huge pages, leaves small pages.
-  const std::int64_t huge_bytes = bytes / kHugePage * kHugePage;
-  if (huge_bytes > 0) (void)::madvise(data, to_size(huge_bytes), kMadvCollapse);
+  const auto address = static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(data));
+  const std::int64_t head = align_up(address, kHugePage) - address;
+  const std::int64_t huge_bytes = (bytes - head) / kHugePage * kHugePage;
+  if (huge_bytes > 0) (void)::madvise(data + head, to_size(huge_bytes), kMadvCollapse);
 }
 
 }  // namespace
@@ -96,7 +99,7 @@ FileDescriptor create_shared_memory(std::int64_t bytes) {
   return fd;
 }
 
-Mapping::Mapping(const FileDescriptor& fd, std::int64_t bytes)
+Mapping::Mapping(const FileDescriptor& fd, std::int64_t bytes, Pages pages)
     : bytes_(bytes), owner_pid_(::getpid()) {
   std::byte* const place = reserve_aligned(bytes);
   const auto give_up = [&](const char* call, int code) {
@@ -111,12 +114,19 @@ Mapping::Mapping(const FileDescriptor& fd, std::int64_t bytes)
     give_up("madvise(MADV_DONTFORK)", errno);
   }
   try {
-    populate(place, bytes);
+    if (pages == Pages::kTouched) populate(place, bytes);
   } catch (...) {
     ::munmap(place, to_size(bytes));
     throw;
   }
   data_ = place;
+}
+
+void Mapping::touch(std::int64_t offset, std::int64_t bytes) const {
+  if (bytes <= 0) return;
+  const std::int64_t page = ::sysconf(_SC_PAGESIZE);
+  const std::int64_t first = offset / page * page;
+  populate(data_ + first, align_up(offset + bytes, page) - first);
 }
 
 Mapping::~Mapping() {

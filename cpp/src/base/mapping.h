@@ -37,23 +37,33 @@ class FileDescriptor {
 /// @throws SystemFailure, std::bad_alloc
 FileDescriptor create_shared_memory(std::int64_t bytes);
 
-/// A shared mapping, aligned to 2 MiB, not inherited by forked children, all its pages touched.
+/// Whether shared memory takes up memory from the start, or only where it has been touched.
+enum class Pages : std::uint8_t { kTouched, kReserved };
+
+/// A shared mapping, aligned to 2 MiB, not inherited by forked children.
 class Mapping {
  public:
-  /// Maps `bytes` of `fd`, touches every page without changing it and asks for huge pages.
+  /// Maps `bytes` of `fd`; kTouched: and touches all of it.
   /// @throws SystemFailure, std::bad_alloc
-  Mapping(const FileDescriptor& fd, std::int64_t bytes);
-  /// Does nothing in a forked child, where other memory may lie at this address by now.
+  Mapping(const FileDescriptor& fd, std::int64_t bytes, Pages pages = Pages::kTouched);
+  /// Borrows memory that outlives it.
+  Mapping(std::byte* data, std::int64_t bytes) noexcept : data_(data), bytes_(bytes) {}
+  /// Unmaps what is not borrowed. Not in a forked child, where other memory may lie at this address
+  /// by now.
   ~Mapping();
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
+  /// Takes memory for every page of the range that has none, without changing a byte, and asks for
+  /// huge pages. Peers may use the memory at the same time.
+  /// @throws SystemFailure, std::bad_alloc
+  void touch(std::int64_t offset, std::int64_t bytes) const;
   std::byte* data() const noexcept { return data_; }
   std::int64_t bytes() const noexcept { return bytes_; }
 
  private:
   std::byte* data_ = nullptr;
   std::int64_t bytes_ = 0;
-  std::int64_t owner_pid_ = 0;
+  std::int64_t owner_pid_ = 0;  // 0: borrowed
 };
 
 /// `bytes` rounded up to whole pages, at least one.

@@ -40,7 +40,8 @@ Channel::Channel(Group& group, Windows windows, std::string what)
       rank_(group.rank()),
       num_ranks_(group.num_ranks()),
       half_bytes_(staging_half_bytes(num_ranks_)),
-      rows_(static_cast<std::size_t>(num_ranks_)) {}
+      rows_(static_cast<std::size_t>(num_ranks_)),
+      parts_(static_cast<std::size_t>(num_ranks_)) {}
 
 Channel::~Channel() { control_.mark_left(); }
 
@@ -109,18 +110,20 @@ void Channel::run_steps(const Call& call, base::Deadline deadline,
     const std::int64_t share = (half_bytes_ - offset) / call.num_streams;
     return share / 16 * 16;  // whole elements of every type
   };
-  Chunk chunk{0, 0, put_header(call)};
+  Chunk chunk{0, 0, put_header(call), false};
   chunk.room = room_after(chunk.offset);
   fill(half(rank_, step_ + 1) + chunk.offset, chunk);
   step(call.name, deadline);
   compare_headers();
   const std::int64_t longest = check();
+  chunk.is_last = chunk.room >= longest;
   drain(chunk);
   for (chunk.begin = chunk.room; chunk.begin < longest; chunk.begin += chunk.room) {
     chunk.offset = 0;
     chunk.room = room_after(0);
     fill(half(rank_, step_ + 1), chunk);
     step(call.name, deadline);
+    chunk.is_last = chunk.begin + chunk.room >= longest;
     drain(chunk);
   }
 }
@@ -147,6 +150,7 @@ std::int64_t Channel::put_header(const Call& call) {
 
 void Channel::step(const char* call, base::Deadline deadline) {
   const std::uint64_t next = ++step_;
+  kernels_.store_fence();  // for streaming stores, which the release does not order
   seq_line(rank_).seq.store(next, std::memory_order_release);  // acquire: below, on each peer
   for (int i = 1; i < num_ranks_; ++i) control_.ring((rank_ + i) % num_ranks_);
   for (int i = 1; i < num_ranks_; ++i) {

@@ -90,6 +90,42 @@ class Channel {
   std::vector<std::int64_t> all_gather_values(const std::vector<std::int64_t>& values,
                                               base::Deadline deadline, const char* call);
 
+  using Copy = void (*)(std::byte* to, const std::byte* from, std::int64_t bytes);
+  /// Where one step wants the bytes [begin, begin + bytes) of a stream; to be written with `copy`.
+  struct Outgoing {
+    std::byte* data;
+    std::int64_t begin;
+    std::int64_t bytes;
+    Copy copy;
+  };
+  /// The bytes [begin, begin + bytes) of a stream of `length` bytes. In the last step `data` may be
+  /// read until this rank's next collective on the channel, before which no peer writes there
+  /// again; in the others while `take` runs.
+  struct Incoming {
+    const std::byte* data;
+    std::int64_t begin;
+    std::int64_t bytes;
+    std::int64_t length;
+    bool is_last;
+  };
+  /// Everybody's stream of bytes to everybody, for callers that know where the bytes come from and
+  /// where they go better than a row type can say. The lengths may differ. Each step calls `put`
+  /// for this rank's part, if there is one, and `take` with the parts [R] of all ranks, this rank's
+  /// included; all have the same `begin`. `take` may throw InvalidArgument if it does on every rank
+  /// in the same step.
+  void all_gather_stream(const char* call, std::int64_t length,
+                         base::FunctionRef<void(const Outgoing&)> put,
+                         base::FunctionRef<void(const std::vector<Incoming>&)> take,
+                         base::Deadline deadline);
+  /// The same with a stream of `lengths[to]` bytes for each rank. This rank's own does not travel:
+  /// its part has no data.
+  void all_to_all_stream(const char* call, const Counts& lengths,
+                         base::FunctionRef<void(int to, const Outgoing&)> put,
+                         base::FunctionRef<void(const std::vector<Incoming>&)> take,
+                         base::Deadline deadline);
+  /// Bytes of a stream of all_gather_stream that travel in one step.
+  std::int64_t stream_room() const noexcept;
+
   void abort(const std::string& reason) noexcept { control_.abort(reason); }
   void reset(base::Deadline deadline);
   /// Waits until every rank has closed or is gone.
@@ -117,6 +153,7 @@ class Channel {
     std::int64_t begin;   // bytes of each stream before this step
     std::int64_t room;    // at most so many in this step
     std::int64_t offset;  // of the first stream in a half
+    bool is_last;         // set when it is drained
 
     /// What it carries of a stream of `total` bytes.
     std::int64_t bytes_of(std::int64_t total) const noexcept;
@@ -152,6 +189,8 @@ class Channel {
                                    int rank_b, const std::string& value_b) const;
   void exchange(const Call& call, const std::byte* send, std::byte* recv, const Counts& send_counts,
                 const Counts& recv_counts, base::Deadline deadline);
+  /// Calls put(copy) with the copy that suits `bytes` of this rank's staging.
+  void put_timed(std::int64_t bytes, base::FunctionRef<void(Copy)> put);
   /// out[i] = sum over the ranks r of rows_[r][i].
   void sum(std::byte* out, DType dtype, std::int64_t num_elements);
 
@@ -163,6 +202,8 @@ class Channel {
   std::int64_t half_bytes_;
   std::uint64_t step_ = 0;  // the last step that this rank has published
   std::vector<const void*> rows_;
+  std::vector<Incoming> parts_;  // [R] of the stream under way
+  int num_far_puts_ = 0;         // puts to come that take the peers for distant
   std::int64_t round_ = -1;
   bool needs_reset_ = false;
   std::optional<Failure> lost_;

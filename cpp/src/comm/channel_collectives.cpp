@@ -11,8 +11,6 @@
 namespace fanfold::comm {
 namespace {
 
-std::size_t index(int rank) noexcept { return static_cast<std::size_t>(rank); }
-
 std::int64_t rows_before(const Channel::Counts& counts, int rank) {
   return std::accumulate(counts.begin(), counts.begin() + rank, std::int64_t{0});
 }
@@ -21,9 +19,6 @@ std::int64_t rows_before(const Channel::Counts& counts, int rank) {
 void copy_bytes(std::byte* to, const std::byte* from, std::int64_t bytes) noexcept {
   if (bytes > 0 && to != from) std::memcpy(to, from, static_cast<std::size_t>(bytes));
 }
-
-/// Which of its num_ranks - 1 streams `from` uses for `to`.
-int stream_of(int from, int to) noexcept { return to < from ? to : to - 1; }
 
 /// Adds with unsigned arithmetic, which wraps. `out` overlaps no row.
 template <class Unsigned>

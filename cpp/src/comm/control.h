@@ -50,6 +50,8 @@ class Control {
 
   const Group& group() const noexcept { return group_; }
   const std::string& what() const noexcept { return what_; }
+  /// The name of whoever makes the next calls, where several share the windows.
+  void set_what(const std::string& what) { what_ = what; }
   /// Counts resets. Relaxed: only this rank's own thread writes it; `abort` of another thread that
   /// still sees the old one has no effect.
   std::uint32_t generation() const noexcept { return generation_.load(std::memory_order_relaxed); }

@@ -36,6 +36,9 @@ class Group {
   /// @throws PeerTimeout, PeerLost, PeerAborted, SystemFailure, std::bad_alloc; a failure on one
   ///         rank fails on all of them.
   virtual Windows share_windows(std::int64_t bytes, base::Deadline deadline) = 0;
+  /// Likewise, but the windows take up memory only where they have been touched (Mapping::touch) or
+  /// written, which any rank may do at any time without the others.
+  virtual Windows reserve_windows(std::int64_t bytes, base::Deadline deadline) = 0;
 
   /// Makes the group of `members` (ranks of this group in their new order). Collective over *this*
   /// group; a rank that is not in `members` of its own call passes an empty list and gets null.

@@ -25,7 +25,8 @@ using Phase = Star::Phase;
 std::size_t index(int rank) noexcept { return static_cast<std::size_t>(rank); }
 
 /// Maps memory that a peer sent. A peer that could shrink it could make our loads fault.
-std::shared_ptr<base::Mapping> map_received(Parcel& parcel, std::int64_t bytes) {
+std::shared_ptr<base::Mapping> map_received(Parcel& parcel, std::int64_t bytes,
+                                            base::Pages pages = base::Pages::kTouched) {
   const base::FileDescriptor fd = parcel.take_fd(parcel.fds.size() - 1);
   struct stat status{};
   if (::fstat(fd.get(), &status) != 0) throw_system_failure("fstat", errno);
@@ -35,7 +36,7 @@ std::shared_ptr<base::Mapping> map_received(Parcel& parcel, std::int64_t bytes) 
     throw InvalidArgument(base::str("shared memory of rank ", parcel.peer, ": expected ", bytes,
                                     " sealed bytes, got ", status.st_size, " with seals ", seals));
   }
-  return std::make_shared<base::Mapping>(fd, bytes);
+  return std::make_shared<base::Mapping>(fd, bytes, pages);
 }
 
 std::string encode(const std::vector<int>& members) {
@@ -164,8 +165,17 @@ std::vector<Parcel> ProcessGroup::exchange(Star::Phase phase, const std::string&
 }
 
 Windows ProcessGroup::share_windows(std::int64_t bytes, base::Deadline deadline) {
-  check_usable("share_windows");
-  const std::string call = base::str("share_windows of ", bytes, " bytes");
+  return make_windows("share_windows", bytes, base::Pages::kTouched, deadline);
+}
+
+Windows ProcessGroup::reserve_windows(std::int64_t bytes, base::Deadline deadline) {
+  return make_windows("reserve_windows", bytes, base::Pages::kReserved, deadline);
+}
+
+Windows ProcessGroup::make_windows(const char* name, std::int64_t bytes, base::Pages pages,
+                                   base::Deadline deadline) {
+  check_usable(name);
+  const std::string call = base::str(name, " of ", bytes, " bytes");
   Windows windows(index(num_ranks_));
   std::int64_t size = 0;
   std::vector<Parcel> parcels;
@@ -173,7 +183,7 @@ Windows ProcessGroup::share_windows(std::int64_t bytes, base::Deadline deadline)
   try {
     size = base::round_to_pages(bytes);
     base::FileDescriptor memory = base::create_shared_memory(size);
-    windows[index(rank_)] = std::make_shared<base::Mapping>(memory, size);
+    windows[index(rank_)] = std::make_shared<base::Mapping>(memory, size, pages);
     parcels.emplace_back().fds.push_back(std::move(memory));
   } catch (...) {
     failure = Failure::current(rank_);
@@ -181,7 +191,9 @@ Windows ProcessGroup::share_windows(std::int64_t bytes, base::Deadline deadline)
   std::vector<Parcel> received =
       exchange(Phase::kGather, call, std::move(parcels), failure, deadline);
   try {
-    for (Parcel& parcel : received) windows[index(parcel.peer)] = map_received(parcel, size);
+    for (Parcel& parcel : received) {
+      windows[index(parcel.peer)] = map_received(parcel, size, pages);
+    }
   } catch (...) {
     failure = Failure::current(rank_);
   }

@@ -19,7 +19,7 @@ namespace fanfold::comm {
 /// What a rank brings to a collective call.
 struct ThreadGroup::Offer {
   std::string call;
-  std::shared_ptr<base::Mapping> window;  // share_windows
+  std::shared_ptr<base::Mapping> window;  // share_windows, reserve_windows
   std::int64_t bytes = 0;
   std::vector<int> members;  // split
   std::optional<Failure> failure;
@@ -140,13 +140,22 @@ std::shared_ptr<ThreadGroup::Meeting> ThreadGroup::meet(Offer offer, base::Deadl
 }
 
 Windows ThreadGroup::share_windows(std::int64_t bytes, base::Deadline deadline) {
+  return make_windows("share_windows", bytes, base::Pages::kTouched, deadline);
+}
+
+Windows ThreadGroup::reserve_windows(std::int64_t bytes, base::Deadline deadline) {
+  return make_windows("reserve_windows", bytes, base::Pages::kReserved, deadline);
+}
+
+Windows ThreadGroup::make_windows(const char* call, std::int64_t bytes, base::Pages pages,
+                                  base::Deadline deadline) {
   Offer offer;
-  offer.call = "share_windows";
+  offer.call = call;
   offer.bytes = bytes;
   try {
-    if (is_forked_child()) throw InvalidState("share_windows: called in a forked child");
+    if (is_forked_child()) throw InvalidState(base::str(call, ": called in a forked child"));
     const std::int64_t size = base::round_to_pages(bytes);
-    offer.window = std::make_shared<base::Mapping>(base::create_shared_memory(size), size);
+    offer.window = std::make_shared<base::Mapping>(base::create_shared_memory(size), size, pages);
   } catch (...) {
     if (is_forked_child()) throw;
     offer.failure = Failure::current(rank_);
@@ -156,9 +165,8 @@ Windows ThreadGroup::share_windows(std::int64_t bytes, base::Deadline deadline) 
   for (int rank = 0; rank < num_ranks_; ++rank) {
     const Offer& one = meeting->offers[static_cast<std::size_t>(rank)];
     if (one.bytes != meeting->offers[0].bytes) {
-      throw InvalidArgument(base::str("share_windows: bytes: rank 0 gave ",
-                                      meeting->offers[0].bytes, ", rank ", rank, " gave ",
-                                      one.bytes));
+      throw InvalidArgument(base::str(call, ": bytes: rank 0 gave ", meeting->offers[0].bytes,
+                                      ", rank ", rank, " gave ", one.bytes));
     }
     windows.push_back(one.window);
   }

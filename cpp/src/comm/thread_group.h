@@ -28,6 +28,7 @@ class ThreadGroup final : public Group {
 
   const char* kind() const noexcept override { return "threads"; }
   Windows share_windows(std::int64_t bytes, base::Deadline deadline) override;
+  Windows reserve_windows(std::int64_t bytes, base::Deadline deadline) override;
   std::unique_ptr<Group> split(const std::vector<int>& members, base::Deadline deadline) override;
   std::string lost_reason(int rank) const override;
   void leave() noexcept override;
@@ -36,6 +37,8 @@ class ThreadGroup final : public Group {
  private:
   struct Offer;
   struct Meeting;
+  Windows make_windows(const char* call, std::int64_t bytes, base::Pages pages,
+                       base::Deadline deadline);
   std::shared_ptr<Meeting> meet(Offer offer, base::Deadline deadline);
   void fail_meeting(Meeting& meeting, const std::string& call, base::Deadline deadline) const;
   int missing_rank(const Meeting& meeting) const;

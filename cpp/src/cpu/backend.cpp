@@ -16,6 +16,8 @@ class CpuBackend final : public exec::Backend {
   void expand_rows(const exec::ExpandRowsParams& params) override {
     cpu::expand_rows(context_, params);
   }
+  void move_rows(const exec::MoveRowsParams& params) override { cpu::move_rows(context_, params); }
+  void pack_rows(const exec::PackRowsParams& params) override { cpu::pack_rows(context_, params); }
   void gather_rows(const exec::GatherRowsParams& params) override {
     cpu::gather_rows(context_, params);
   }

@@ -15,6 +15,8 @@ std::unique_ptr<exec::Backend> make_backend(const exec::Context& context);
 void dispatch_send(const exec::Context& context, const exec::DispatchSendParams& params);
 void dispatch_recv(const exec::Context& context, const exec::DispatchRecvParams& params);
 void expand_rows(const exec::Context& context, const exec::ExpandRowsParams& params);
+void move_rows(const exec::Context& context, const exec::MoveRowsParams& params);
+void pack_rows(const exec::Context& context, const exec::PackRowsParams& params);
 void gather_rows(const exec::Context& context, const exec::GatherRowsParams& params);
 void combine_send(const exec::Context& context, const exec::CombineSendParams& params);
 void wait_flags(const exec::Context& context, const exec::WaitFlagsParams& params);

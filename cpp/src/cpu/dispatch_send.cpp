@@ -6,27 +6,22 @@
 #include "base/byte_math.h"
 #include "base/clock.h"
 #include "cpu/backend.h"
+#include "cpu/copy.h"
 
 namespace fanfold::cpu {
 namespace {
 
-using CopyFunction = void (*)(std::byte*, const std::byte*, std::int64_t);
-
-void copy_ordinary(std::byte* target, const std::byte* source, std::int64_t bytes) {
-  if (bytes > 0) std::memcpy(target, source, static_cast<std::size_t>(bytes));
-}
-
-/// Copies the rows of `tokens` to consecutive rows at `target`. Runs of consecutive tokens that are
-/// dense on both sides go as one copy.
+/// Copies the rows of `tokens` from `begin` to `end` to consecutive rows, row 0 at `target`. Runs
+/// of consecutive tokens that are dense on both sides go as one copy.
 void copy_rows(CopyFunction copy, const exec::PayloadRows& payload, const std::int32_t* tokens,
-               std::int64_t num_rows, std::byte* target) {
+               std::int64_t begin, std::int64_t end, std::byte* target) {
   const bool dense = payload.row_stride_bytes == payload.row_bytes &&
                      payload.region_stride_bytes == payload.row_bytes;
-  std::int64_t row = 0;
-  while (row < num_rows) {
+  std::int64_t row = begin;
+  while (row < end) {
     const std::int64_t token = tokens[row];
     std::int64_t run = 1;
-    while (dense && row + run < num_rows && tokens[row + run] == token + run) ++run;
+    while (dense && row + run < end && tokens[row + run] == token + run) ++run;
     copy(target + row * payload.region_stride_bytes,
          payload.rows + token * payload.row_stride_bytes, run * payload.row_bytes);
     row += run;
@@ -44,13 +39,13 @@ void push_packed(CopyFunction copy, std::byte* staging, std::byte* target, std::
   copy(target, staging, num_rows * row_bytes);
 }
 
-void push_indices(CopyFunction copy, const exec::Context& context,
-                  const exec::DispatchSendParams& params, int rank, std::byte* slot) {
+void push_indices(CopyFunction copy, const exec::DispatchSendParams& params, int rank,
+                  std::byte* slot) {
   const exec::RowArrays& arrays = params.arrays;
   const std::int32_t* tokens = params.plan->tokens_for(rank);
   const std::int64_t num_rows = params.plan->rows_per_rank[static_cast<std::size_t>(rank)];
   if (num_rows == 0) return;
-  const std::int64_t first = context.rank * arrays.round_max_tokens;
+  const std::int64_t first = params.first_rows[rank];
   const std::int64_t entry_bytes = std::int64_t{arrays.top_k} * 4;
   push_packed(copy, params.staging, slot + arrays.topk_ids_offset + first * entry_bytes, num_rows,
               entry_bytes, [&](std::int64_t row) { return params.plan->ids_of(tokens[row]); });
@@ -112,24 +107,25 @@ void check_speed(const exec::Context& context, const std::vector<CopyFunction>& 
   }
 }
 
-void push_in_turns(const std::vector<CopyFunction>& copies, const exec::Context& context,
-                   const exec::DispatchSendParams& params, const exec::PayloadRows& payload) {
+/// The rows of tokens `begin` to `end`.
+void push_in_turns(const std::vector<CopyFunction>& copies, const exec::DispatchSendParams& params,
+                   const exec::PayloadRows& payload, std::int64_t begin, std::int64_t end) {
   const plan::SendPlan& plan = *params.plan;
   struct To {
     std::byte* row;
     CopyFunction copy;
   };
   std::vector<To> targets;
-  targets.reserve(static_cast<std::size_t>(context.num_ranks));
-  const std::int64_t first = context.rank * params.arrays.round_max_tokens;
-  for (std::int64_t token = 0; token < plan.num_tokens; ++token) {
+  targets.reserve(copies.size());
+  for (std::int64_t token = begin; token < end; ++token) {
     targets.clear();
     for (std::int64_t i = plan.target_begin[static_cast<std::size_t>(token)];
          i < plan.target_begin[static_cast<std::size_t>(token) + 1]; ++i) {
       const plan::Target target = plan.targets[static_cast<std::size_t>(i)];
-      targets.push_back({params.slot_bases[target.rank] + payload.region_offset +
-                             (first + target.row) * payload.region_stride_bytes,
-                         copies[static_cast<std::size_t>(target.rank)]});
+      targets.push_back(
+          {params.slot_bases[target.rank] + payload.region_offset +
+               (params.first_rows[target.rank] + target.row) * payload.region_stride_bytes,
+           copies[static_cast<std::size_t>(target.rank)]});
     }
     const std::byte* row = payload.rows + token * payload.row_stride_bytes;
     for (std::int64_t at = 0; at < payload.row_bytes; at += kTurnBytes) {
@@ -140,14 +136,13 @@ void push_in_turns(const std::vector<CopyFunction>& copies, const exec::Context&
 }
 
 /// Short rows: packed first where the region is dense, so that they fill whole lines.
-void push_payload(CopyFunction copy, const exec::Context& context,
+void push_payload(const exec::Context& context, CopyFunction copy,
                   const exec::DispatchSendParams& params, const exec::PayloadRows& payload,
                   int rank) {
   const std::int32_t* tokens = params.plan->tokens_for(rank);
   const std::int64_t num_rows = params.plan->rows_per_rank[static_cast<std::size_t>(rank)];
-  const std::int64_t first = context.rank * params.arrays.round_max_tokens;
-  std::byte* target =
-      params.slot_bases[rank] + payload.region_offset + first * payload.region_stride_bytes;
+  std::byte* target = params.slot_bases[rank] + payload.region_offset +
+                      params.first_rows[rank] * payload.region_stride_bytes;
   const std::int64_t index_bytes = std::int64_t{params.arrays.top_k} * 4;
   if (payload.row_bytes <= index_bytes && payload.region_stride_bytes == payload.row_bytes) {
     push_packed(copy, params.staging, target, num_rows, payload.row_bytes, [&](std::int64_t row) {
@@ -155,13 +150,16 @@ void push_payload(CopyFunction copy, const exec::Context& context,
     });
     return;
   }
-  copy_rows(copy, payload, tokens, num_rows, target);
+  exec::for_ranges(context.workers, num_rows, payload.row_bytes,
+                   [&](std::int64_t begin, std::int64_t end) {
+                     copy_rows(copy, payload, tokens, begin, end, target);
+                   });
 }
 
 }  // namespace
 
-// One fence covers the streaming stores to all peers, which the release of a flag alone would not;
-// then the flags.
+// One fence covers the streaming stores of this thread to all peers, which the release of a flag
+// alone would not, and each helper has fenced its own (exec/workers.h); then the flags.
 void dispatch_send(const exec::Context& context, const exec::DispatchSendParams& params) {
   const std::vector<CopyFunction> copies = choose_copies(context, params);
   const auto is_active = [&](int rank) { return (*params.active)[static_cast<std::size_t>(rank)]; };
@@ -169,8 +167,14 @@ void dispatch_send(const exec::Context& context, const exec::DispatchSendParams&
   std::int64_t bytes = 0;
   for (const exec::PayloadRows& payload : *params.payloads) {
     if (goes_in_turns(payload)) {
-      push_in_turns(copies, context, params, payload);
-      bytes += static_cast<std::int64_t>(params.plan->targets.size()) * payload.row_bytes;
+      const auto num_rows = static_cast<std::int64_t>(params.plan->targets.size());
+      const std::int64_t num_tokens = params.plan->num_tokens;
+      const std::int64_t per_token = num_rows / std::max<std::int64_t>(1, num_tokens) + 1;
+      exec::for_ranges(context.workers, num_tokens, per_token * payload.row_bytes,
+                       [&](std::int64_t begin, std::int64_t end) {
+                         push_in_turns(copies, params, payload, begin, end);
+                       });
+      bytes += num_rows * payload.row_bytes;
     }
     context.hook->step();
   }
@@ -179,10 +183,10 @@ void dispatch_send(const exec::Context& context, const exec::DispatchSendParams&
     const int rank = (context.rank + i) % context.num_ranks;
     if (!is_active(rank)) continue;
     const CopyFunction copy = copies[static_cast<std::size_t>(rank)];
-    if (params.with_indices) push_indices(copy, context, params, rank, params.slot_bases[rank]);
+    if (params.with_indices) push_indices(copy, params, rank, params.slot_bases[rank]);
     context.hook->step();
     for (const exec::PayloadRows& payload : *params.payloads) {
-      if (!goes_in_turns(payload)) push_payload(copy, context, params, payload, rank);
+      if (!goes_in_turns(payload)) push_payload(context, copy, params, payload, rank);
       context.hook->step();
     }
   }

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "cpu/backend.h"
+#include "plan/wire.h"
 
 namespace fanfold::cpu {
 namespace {
@@ -42,14 +43,14 @@ class OriginRows {
   std::vector<std::int32_t> picked_;
 };
 
-/// How many tokens from `token` on lie in consecutive rows of the same ranks: their sums are one
-/// sum of a longer row. With many experts per token nearly all tokens do.
-std::int64_t run_length(const plan::SendPlan& plan, std::int64_t token) noexcept {
+/// How many tokens from `token` on, below `end`, lie in consecutive rows of the same ranks: their
+/// sums are one sum of a longer row. With many experts per token nearly all tokens do.
+std::int64_t run_length(const plan::SendPlan& plan, std::int64_t token, std::int64_t end) noexcept {
   const auto at = static_cast<std::size_t>(token);
   const plan::Target* first = plan.targets.data() + plan.target_begin[at];
   const std::int64_t num_targets = plan.target_begin[at + 1] - plan.target_begin[at];
   std::int64_t run = 1;
-  for (; token + run < plan.num_tokens; ++run) {
+  for (; token + run < end; ++run) {
     const auto next = static_cast<std::size_t>(token + run);
     if (plan.target_begin[next + 1] - plan.target_begin[next] != num_targets) break;
     const plan::Target* targets = plan.targets.data() + plan.target_begin[next];
@@ -61,35 +62,56 @@ std::int64_t run_length(const plan::SendPlan& plan, std::int64_t token) noexcept
   return run;
 }
 
-}  // namespace
-
-void sum_rows(const exec::Context& context, const exec::SumRowsParams& params) {
+/// Tokens `begin` to `end`.
+void sum_tokens(const exec::Context& context, const exec::SumRowsParams& params, std::int64_t begin,
+                std::int64_t end) {
   const plan::SendPlan& plan = *params.plan;
-  const std::int64_t row_bytes = params.hidden * size_of(params.combine_dtype);
-  const bool is_dense = params.out_stride_bytes == params.hidden * size_of(params.out_dtype);
+  const std::int64_t row_bytes = params.row_bytes;
+  const bool is_packed = params.wire != Wire::kNone;
+  const bool is_dense =
+      !is_packed && params.out_stride_bytes == params.hidden * size_of(params.out_dtype);
   std::vector<const void*> rows;
   std::vector<float> weights;
   rows.reserve(static_cast<std::size_t>(std::int64_t{plan.top_k} + context.num_ranks));
   OriginRows origin(params, context.num_ranks);
   std::int64_t run = 1;
-  for (std::int64_t token = 0; token < plan.num_tokens; token += run) {
+  for (std::int64_t token = begin; token < end; token += run) {
     rows.clear();
     weights.clear();
     if (params.origin_map != nullptr) {
       origin.collect(token, row_bytes, rows, weights);
     } else {
-      run = is_dense ? run_length(plan, token) : 1;
+      run = is_dense ? run_length(plan, token, end) : 1;
       for (std::int64_t i = plan.target_begin[static_cast<std::size_t>(token)];
            i < plan.target_begin[static_cast<std::size_t>(token) + 1]; ++i) {
         const plan::Target target = plan.targets[static_cast<std::size_t>(i)];
         rows.push_back(params.sources[target.rank] + target.row * row_bytes);
       }
     }
-    context.kernels->sum_rows(params.out + token * params.out_stride_bytes, params.out_dtype,
-                              rows.data(), weights.empty() ? nullptr : weights.data(),
-                              static_cast<std::int64_t>(rows.size()), params.combine_dtype,
-                              run * params.hidden);
+    std::byte* out = params.out + token * params.out_stride_bytes;
+    const float* factors = weights.empty() ? nullptr : weights.data();
+    const auto num_rows = static_cast<std::int64_t>(rows.size());
+    if (is_packed) {
+      context.kernels->sum_unpack_fp8(
+          out, params.out_dtype, rows.data(), plan::packed_scales_offset(params.hidden),
+          params.wire_scale == WireScale::kUe8m0, factors, num_rows, params.hidden);
+    } else {
+      context.kernels->sum_rows(out, params.out_dtype, rows.data(), factors, num_rows,
+                                params.combine_dtype, run * params.hidden);
+    }
   }
+}
+
+}  // namespace
+
+void sum_rows(const exec::Context& context, const exec::SumRowsParams& params) {
+  const std::int64_t num_tokens = params.plan->num_tokens;
+  const auto num_rows = static_cast<std::int64_t>(params.plan->targets.size());
+  const std::int64_t per_token =
+      num_rows / std::max<std::int64_t>(1, num_tokens) * params.rows_per_token + 1;
+  exec::for_ranges(
+      context.workers, num_tokens, per_token * params.row_bytes,
+      [&](std::int64_t begin, std::int64_t end) { sum_tokens(context, params, begin, end); });
   context.hook->step();
 }
 

@@ -5,16 +5,14 @@
 #include <cstring>
 
 #include "base/format.h"
-#include "base/mapping.h"
 #include "comm/channel.h"
 #include "comm/communicator_impl.h"
 #include "comm/control.h"
 #include "fanfold/error.h"
+#include "plan/wire.h"
 
 namespace fanfold::exchange {
 namespace {
-
-constexpr std::int64_t kMinLocalBytes = 4096;
 
 /// Offsets of consecutive payload regions of `num_rows` rows each, from `offset`.
 template <class Place>
@@ -24,6 +22,14 @@ void lay_out(std::vector<PayloadSpec>& payloads, std::int64_t offset, std::int64
     place(spec, offset);
     offset += plan::payload_region_bytes(num_rows, spec.stride_bytes);
   }
+}
+
+/// Of the control area, or of all symmetric memory where rows are private.
+std::int64_t control_bytes(const AllToAllConfig& config, int num_ranks) {
+  if (config.strategy == Strategy::kTwoSided) return two_sided_window_bytes(config, num_ranks);
+  return plan::store_kind(config.strategy) == plan::StoreKind::kPrivate
+             ? comm::Channel::window_bytes(num_ranks)
+             : comm::Control::bytes(num_ranks);
 }
 
 std::uint64_t digest_of(const std::vector<PayloadSpec>& payloads, bool has_ids, bool has_weights) {
@@ -56,27 +62,17 @@ const char* name_of(SlotState state) noexcept {
 
 plan::Workspace workspace_of(const AllToAllConfig& config, int num_ranks, int max_local_experts) {
   return plan::walk_workspace(config, num_ranks, max_local_experts,
-                              config.strategy == Strategy::kBroadcast
-                                  ? comm::Channel::window_bytes(num_ranks)
-                                  : comm::Control::bytes(num_ranks));
+                              control_bytes(config, num_ranks));
 }
 
 Exchange::Exchange(Setup setup)
     : setup_(std::move(setup)),
       rank_(setup_.communicator->group().rank()),
       hook_(setup_.config.test_knobs, rank_) {
-  const int num_ranks = setup_.map.num_ranks;
-  workspace_ = workspace_of(setup_.config, num_ranks, setup_.map.max_local_experts);
-  local_ = base::map_private(std::max(workspace_.local_bytes, kMinLocalBytes));
-  staging_.resize(static_cast<std::size_t>(workspace_.max_tokens_per_rank * workspace_.top_k * 4));
-  slots_.resize(static_cast<std::size_t>(setup_.config.max_in_flight));
-  for (std::size_t i = 0; i < slots_.size(); ++i) {
-    slots_[i].index = static_cast<int>(i);
-    slots_[i].token_counts.resize(static_cast<std::size_t>(num_ranks));
-    plan::reserve_send_plan(slots_[i].own_plan, setup_.map, workspace_.top_k,
-                            workspace_.max_tokens_per_rank);
-  }
-  Exchange::set_active(std::vector<bool>(static_cast<std::size_t>(num_ranks), true));
+  on_all_ranks([this] { take_memory(); });
+  const auto ranks = static_cast<std::size_t>(setup_.map.num_ranks);
+  Exchange::set_active(setup_.workspace_of == nullptr ? std::vector<bool>(ranks, true)
+                                                      : setup_.workspace_of->active());
 }
 
 Exchange::~Exchange() = default;
@@ -92,6 +88,21 @@ void Exchange::set_active(const std::vector<bool>& active) {
   mask_digest_ = static_cast<std::uint32_t>(digest ^ (digest >> 32));
 }
 
+void Exchange::set_num_workers(int num_workers) {
+  if (num_workers == this->num_workers()) return;
+  if (workers_ == nullptr) {
+    const TestKnobs& knobs = setup_.config.test_knobs;
+    const base::Kernels& kernels = base::kernels(base::isa_from_name(knobs.isa.c_str()));
+    workers_ = std::make_unique<exec::Workers>(kernels.store_fence, knobs.min_worker_bytes);
+    backend_->use_workers(workers_.get());
+  }
+  workers_->set_num_workers(num_workers);
+}
+
+int Exchange::num_workers() const noexcept {
+  return workers_ == nullptr ? 1 : workers_->num_workers();
+}
+
 std::byte* Exchange::local_base(const Slot& slot) const noexcept {
   return local_.get() + workspace_.local_slot_offset + slot.index * workspace_.local_slot_stride;
 }
@@ -99,6 +110,27 @@ std::byte* Exchange::local_base(const Slot& slot) const noexcept {
 bool Exchange::owns(const void* data) const noexcept {
   const auto* at = static_cast<const std::byte*>(data);
   return at >= local_.get() && at < local_.get() + workspace_.local_bytes;
+}
+
+Capacities Exchange::capacities() const {
+  Capacities record;
+  record.tokens_per_rank = workspace_.max_tokens_per_rank;
+  record.experts_per_token = std::min(workspace_.top_k, num_local_experts());
+  record.rows_per_expert = num_ranks() * workspace_.max_tokens_per_rank;
+  const bool exact =
+      !setup_.config.max_recv_rows &&
+      (setup_.config.layout == Layout::kFlat || setup_.config.layout == Layout::kFlatByExpert);
+  record.rows = exact ? 0
+                : setup_.config.layout == Layout::kExpertMajor
+                    ? num_local_experts() * record.rows_per_expert
+                    : workspace_.max_layout_rows;
+  return record;
+}
+
+std::int64_t Exchange::combine_row_bytes(std::int64_t hidden) const noexcept {
+  return setup_.config.combine_wire == Wire::kNone
+             ? hidden * size_of(combine_dtype())
+             : plan::packed_row_bytes(hidden, setup_.config.wire_scale);
 }
 
 void Exchange::prepare_dispatch(Slot& slot, const DispatchCall& call) {
@@ -109,9 +141,10 @@ void Exchange::prepare_dispatch(Slot& slot, const DispatchCall& call) {
     const auto bad = plan::build_send_plan(in.topk_ids, call.num_tokens, setup_.map, active_, drop,
                                            slot.own_plan);
     if (bad) {
-      throw InvalidArgument(base::str("topk_ids: expected ids below ", setup_.map.num_experts,
-                                      " (num_experts), got ", bad->id, " at row ", bad->row,
-                                      ", column ", bad->column));
+      throw InvalidArgument(
+          base::str("topk_ids: expected ids below ", setup_.map.num_logical,
+                    setup_.map.has_replicas() ? " (logical experts" : " (num_experts", "), got ",
+                    bad->id, " at row ", bad->row, ", column ", bad->column));
     }
   } else if (!routed) {
     plan::build_full_plan(call.num_tokens, setup_.map, active_, slot.own_plan);
@@ -125,6 +158,7 @@ void Exchange::prepare_dispatch(Slot& slot, const DispatchCall& call) {
   slot.frozen = nullptr;
   slot.has_expert_counts = false;
   slot.has_source_rows = false;
+  slot.has_scales = setup_.config.dispatch_wire != Wire::kNone;
   if (!routed && slot.has_weights && setup_.config.weighting == Weighting::kOrigin) {
     slot.token_weights.resize(static_cast<std::size_t>(call.num_tokens * workspace_.top_k));
     const auto* weights = static_cast<const float*>(in.topk_weights.data);
@@ -144,31 +178,65 @@ void Exchange::prepare_dispatch(Slot& slot, const DispatchCall& call) {
     spec.shape = view.shape;
     spec.row_bytes = view.row_bytes();
     spec.stride_bytes = spec.row_bytes + workspace_.row_guard_bytes;
+    slot.payload_rows[i] =
+        exec::PayloadRows{static_cast<const std::byte*>(view.data), view.row_stride_bytes(),
+                          spec.row_bytes, 0, spec.stride_bytes};
   }
+  if (setup_.config.dispatch_wire != Wire::kNone) pack_payload(slot, in);
+  // A block of high_throughput is chosen when the counts are known; until then nothing arrives.
+  if (plan::store_kind(setup_.config.strategy) != plan::StoreKind::kBlocks) {
+    slot.store = workspace_.store;
+  }
+  place_payloads(slot);
   const std::int64_t sources = workspace_.num_ranks * workspace_.max_tokens_per_rank;
-  const bool by_expert = setup_.config.layout == Layout::kExpertMajor;
-  const std::int64_t local_rows = by_expert ? workspace_.max_local_experts * sources : sources;
-  lay_out(slot.payloads, workspace_.payload_offset, sources,
-          [](PayloadSpec& spec, std::int64_t at) { spec.region_offset = at; });
-  lay_out(slot.payloads, workspace_.local_payload_offset, local_rows,
+  lay_out(slot.payloads, workspace_.local_payload_offset, workspace_.max_layout_rows,
           [](PayloadSpec& spec, std::int64_t at) { spec.local_offset = at; });
-  const std::int64_t gathered =
-      by_expert ? slot.payloads.back().local_offset +
-                      plan::payload_region_bytes(local_rows, slot.payloads.back().stride_bytes)
-                : workspace_.local_payload_offset;
-  lay_out(slot.payloads, gathered, sources,
+  lay_out(slot.payloads, workspace_.local_gathered_offset, sources,
           [](PayloadSpec& spec, std::int64_t at) { spec.gathered_offset = at; });
-  for (std::size_t i = 0; i < in.payloads.size(); ++i) {
-    const PayloadSpec& spec = slot.payloads[i];
-    slot.payload_rows[i] = exec::PayloadRows{static_cast<const std::byte*>(in.payloads[i].data),
-                                             in.payloads[i].row_stride_bytes(), spec.row_bytes,
-                                             spec.region_offset, spec.stride_bytes};
+}
+
+void Exchange::place_payloads(Slot& slot) const {
+  lay_out(slot.payloads, slot.store.payload_offset, slot.store.num_rows,
+          [](PayloadSpec& spec, std::int64_t at) { spec.region_offset = at; });
+  for (std::size_t i = 0; i < slot.payloads.size(); ++i) {
+    slot.payload_rows[i].region_offset = slot.payloads[i].region_offset;
   }
 }
 
+/// Payload 0 becomes FP8 rows, and its scales a last payload.
+void Exchange::pack_payload(Slot& slot, const DispatchInputs& in) {
+  const AllToAllConfig& config = setup_.config;
+  const TensorView& view = in.payloads[0];
+  exec::PackRowsParams params{};
+  params.rows = static_cast<const std::byte*>(view.data);
+  params.row_stride_bytes = view.row_stride_bytes();
+  params.dtype = view.dtype;
+  params.hidden = view.shape[1];
+  params.num_rows = slot.plan().num_tokens;
+  params.wire_scale = config.wire_scale;
+  params.packed = local_base(slot) + workspace_.local_wire_offset;
+  params.scales = local_base(slot) + workspace_.local_wire_scales_offset;
+  backend_->pack_rows(params);
+  PayloadSpec& packed = slot.payloads[0];
+  packed.dtype = DType::kFloat8E4M3;
+  packed.row_bytes = params.hidden;
+  PayloadSpec scales = packed;
+  scales.dtype = plan::dtype_of(config.wire_scale);
+  scales.shape[1] = plan::num_wire_blocks(params.hidden);
+  scales.row_bytes = scales.shape[1] * size_of(scales.dtype);
+  for (PayloadSpec* spec : {&packed, &scales}) {
+    spec->stride_bytes = spec->row_bytes + workspace_.row_guard_bytes;
+  }
+  slot.payload_rows[0] = {params.packed, packed.row_bytes, packed.row_bytes, 0,
+                          packed.stride_bytes};
+  slot.payload_rows.push_back(
+      {params.scales, scales.row_bytes, scales.row_bytes, 0, scales.stride_bytes});
+  slot.payloads.push_back(scales);
+}
+
 exec::RowArrays Exchange::row_arrays(const Slot& slot) const noexcept {
-  return exec::RowArrays{workspace_.source_token_offset, workspace_.topk_ids_offset,
-                         workspace_.topk_weights_offset, slot.round_max_tokens, workspace_.top_k};
+  return exec::RowArrays{slot.store.source_token_offset, slot.store.topk_ids_offset,
+                         slot.store.topk_weights_offset, slot.round_max_tokens, workspace_.top_k};
 }
 
 exec::FlagFields Exchange::dispatch_fields(const Slot& slot) const noexcept {
@@ -180,7 +248,9 @@ exec::FlagFields Exchange::dispatch_fields(const Slot& slot) const noexcept {
   fields.num_tokens = static_cast<std::uint32_t>(slot.plan().num_tokens);
   fields.num_payloads = static_cast<std::uint32_t>(slot.payloads.size());
   fields.digest = digest_of(slot.payloads, slot.has_ids, slot.has_weights);
+  fields.member = setup_.member;
   fields.mask_digest = mask_digest_;
+  fields.placement_version = placement_version_;
   fields.routing = slot.routing ? slot.routing->id : 0;
   return fields;
 }
@@ -193,40 +263,8 @@ exec::FlagFields Exchange::combine_fields(const Slot& slot, exec::CallKind kind,
   fields.kind = kind;
   fields.num_payloads = static_cast<std::uint32_t>(hidden);
   fields.mask_digest = mask_digest_;
+  fields.placement_version = placement_version_;
   return fields;
-}
-
-std::vector<plan::SourceRows> Exchange::source_rows(const Slot& slot) const {
-  std::vector<plan::SourceRows> sources;
-  const std::int32_t* rows = counts(slot);
-  const std::int64_t step = slot.round_max_tokens * workspace_.top_k;
-  for (int source = 0; source < num_ranks(); ++source) {
-    const float* weights = slot.has_weights ? received_weights(slot) + source * step : nullptr;
-    sources.push_back({received_ids(slot) + source * step, weights, rows[source]});
-  }
-  return sources;
-}
-
-void Exchange::expand(Slot& slot) {
-  std::int32_t* expert_counts = counts(slot) + num_ranks();
-  plan::build_expert_rows(source_rows(slot), setup_.map, rank_, workspace_.top_k, expert_counts,
-                          slot.expert_rows);
-  slot.has_expert_counts = true;
-  exec::ExpandRowsParams params;
-  params.expert_rows = &slot.expert_rows;
-  params.rank_counts = counts(slot);
-  params.round_max_tokens = slot.round_max_tokens;
-  params.rows_per_expert = num_ranks() * slot.round_max_tokens;
-  for (const PayloadSpec& spec : slot.payloads) {
-    params.payloads.push_back({slot_base(slot) + spec.region_offset,
-                               local_base(slot) + spec.local_offset, spec.row_bytes,
-                               spec.stride_bytes});
-  }
-  params.weights =
-      slot.has_weights
-          ? reinterpret_cast<float*>(local_base(slot) + workspace_.local_weights_offset)
-          : nullptr;
-  backend_->expand_rows(params);
 }
 
 exec::CombineSendParams Exchange::combine_params(const Slot& slot,
@@ -237,13 +275,18 @@ exec::CombineSendParams Exchange::combine_params(const Slot& slot,
   params.combine_dtype = combine_dtype();
   params.hidden = inputs.y.shape[static_cast<std::size_t>(inputs.y.ndim - 1)];
   params.rank_counts = counts(slot);
-  params.round_max_tokens = slot.round_max_tokens;
-  if (setup_.config.layout == Layout::kExpertMajor) params.expert_rows = &slot.expert_rows;
-  params.rows_per_expert = num_ranks() * slot.round_max_tokens;
+  params.row_begin = slot.row_begin.data();
+  params.y_begin = slot.layout_begin.data();
+  params.num_y_rows = slot.num_kept_rows;
+  if (is_per_expert(setup_.config.layout)) params.expert_rows = &slot.expert_rows;
+  params.expert_begin = slot.expert_begin.data();
   params.carried = setup_.config.weighting == Weighting::kCarried;
   params.origin = setup_.config.weighting == Weighting::kOrigin;
   params.rows_per_token = workspace_.rows_per_token;
-  params.rows = slot_base(slot) + workspace_.combine_offset;
+  params.wire = setup_.config.combine_wire;
+  params.wire_scale = setup_.config.wire_scale;
+  params.row_bytes = combine_row_bytes(params.hidden);
+  params.rows = slot_base(slot) + slot.store.combine_offset;
   params.active = &active_;
   params.fields =
       combine_fields(slot, inputs.release ? exec::CallKind::kCombine : exec::CallKind::kCombineKeep,
@@ -257,6 +300,9 @@ exec::SumRowsParams Exchange::sum_params(const Slot& slot, const CombineInputs& 
   params.combine_dtype = combine_dtype();
   params.hidden = inputs.out.shape[1];
   params.rows_per_token = workspace_.rows_per_token;
+  params.wire = setup_.config.combine_wire;
+  params.wire_scale = setup_.config.wire_scale;
+  params.row_bytes = combine_row_bytes(params.hidden);
   params.active = &active_;
   if (setup_.config.weighting == Weighting::kOrigin) {
     params.origin_map = &setup_.map;
@@ -278,15 +324,17 @@ void Exchange::poison(std::byte* start, std::int64_t bytes, int value) const noe
 // Before the combine flag leaves: afterwards a peer may push the rows of a later round.
 void Exchange::poison_received(const Slot& slot) const noexcept {
   if (!setup_.config.debug_poison) return;
-  poison(slot_base(slot) + workspace_.payload_offset, workspace_.payload_bytes, 0xCD);
+  poison(slot_base(slot) + slot.store.payload_offset, slot.store.payload_bytes, 0xCD);
   poison(local_base(slot) + workspace_.local_payload_offset, workspace_.local_payload_bytes, 0xCD);
+  poison(local_base(slot) + workspace_.local_gathered_offset, workspace_.local_gathered_bytes,
+         0xCD);
 }
 
 // When all dispatch flags are there: before that a peer may still pull the last round's rows. All
 // bits set is a NaN in every floating type.
 void Exchange::poison_results(const Slot& slot) const noexcept {
   if (!setup_.config.debug_poison) return;
-  poison(slot_base(slot) + workspace_.combine_offset, workspace_.combine_bytes, 0xFF);
+  poison(slot_base(slot) + slot.store.combine_offset, slot.store.combine_bytes, 0xFF);
   poison(local_base(slot) + workspace_.local_combine_offset, workspace_.local_combine_bytes, 0xFF);
 }
 

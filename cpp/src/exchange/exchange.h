@@ -6,19 +6,24 @@
 // The callers (api) have checked all arguments and the order of calls; a phase moves data and
 // waits.
 
+#include <array>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "base/clock.h"
+#include "base/function_ref.h"
 #include "base/step_hook.h"
 #include "exchange/slot.h"
 #include "exec/backend.h"
+#include "exec/workers.h"
 #include "fanfold/all_to_all.h"
 #include "plan/expert_map.h"
 #include "plan/workspace.h"
 
 namespace fanfold::exchange {
+
+class Exchange;
 
 /// Makes the backend once the exchange knows its context (the exchange never names a concrete one).
 using BackendFactory = std::unique_ptr<exec::Backend> (*)(const exec::Context&);
@@ -34,6 +39,10 @@ struct Setup {
   std::uint64_t identity = 0;  // of this creation, equal on all ranks
   std::string what;            // "AllToAll 'moe'"
   BackendFactory backend = nullptr;
+  // Only during construction: whose memory, control area and slots it uses; null: its own.
+  std::shared_ptr<Exchange> workspace_of;
+  std::uint16_t member = 0;  // of those that share a workspace, in order of creation
+  base::Deadline deadline{kDefaultTimeout};  // of the construction
 };
 
 /// A checked dispatch.
@@ -49,6 +58,12 @@ struct DispatchCall {
 struct CombineCall {
   const CombineInputs* inputs = nullptr;
   base::Deadline deadline;
+};
+
+/// One or two leading dimensions.
+struct Extents {
+  int ndim = 0;
+  std::array<std::int64_t, 2> shape{};
 };
 
 class Exchange : public std::enable_shared_from_this<Exchange> {
@@ -67,12 +82,18 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   const plan::Workspace& workspace() const noexcept { return workspace_; }
   const std::string& what() const noexcept { return setup_.what; }
   std::uint64_t config_digest() const noexcept { return setup_.config_digest; }
+  std::uint64_t identity() const noexcept { return setup_.identity; }
   int rank() const noexcept { return rank_; }
   int num_ranks() const noexcept { return setup_.map.num_ranks; }
   int num_local_experts() const noexcept;
   std::vector<Slot>& slots() noexcept { return slots_; }
   const std::vector<bool>& active() const noexcept { return active_; }
   std::uint32_t mask_digest() const noexcept { return mask_digest_; }
+  std::uint32_t placement_version() const noexcept { return placement_version_; }
+  std::int64_t num_dropped_rows() const noexcept { return num_dropped_rows_; }
+  /// Bytes held now.
+  virtual std::int64_t workspace_bytes() const { return workspace_.total_bytes(); }
+  Capacities capacities() const;
   exec::Backend& backend() noexcept { return *backend_; }
 
   virtual Capabilities capabilities() const = 0;
@@ -91,6 +112,12 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   virtual void release(Slot& slot) = 0;
 
   virtual void set_active(const std::vector<bool>& active);
+  /// Threads that move rows, the caller's included.
+  void set_num_workers(int num_workers);
+  int num_workers() const noexcept;
+  /// Uses `placement`, whose tables are `map`, from the next round on. Between rounds, on every
+  /// rank alike. `config_digest` is that of the configuration with it.
+  void set_placement(const Placement& placement, plan::ExpertMap map, std::uint64_t config_digest);
   virtual void abort(const std::string& reason) noexcept = 0;
   /// Collective; returns the first epoch of the new generation.
   virtual std::uint64_t reset(std::uint64_t max_epoch, base::Deadline deadline) = 0;
@@ -98,18 +125,29 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   virtual void check() const = 0;
   virtual void leave() noexcept = 0;
   virtual void close(base::Deadline deadline) = 0;
+  /// Lets go of the memory, which others that share it go on using. Rounds that this rank has
+  /// released here may still be settled; nothing else is called afterwards.
+  virtual void detach() noexcept { local_.reset(); }
+  /// Forgets what was for the construction only.
+  void end_setup() noexcept;
+  const std::shared_ptr<Communicator::Impl>& communicator() const noexcept {
+    return setup_.communicator;
+  }
   virtual bool is_forked_child() const noexcept = 0;
+  /// Messages about waits name this exchange from now on, not another one of its workspace.
+  virtual void use_name() {}
 
   /// Base of the slot's rows in memory that this rank reads.
   virtual std::byte* slot_base(const Slot& slot) const noexcept = 0;
   /// Whether `data` points into memory of this exchange.
   virtual bool owns(const void* data) const noexcept;
   std::byte* local_base(const Slot& slot) const noexcept;
-  /// Keeps every view mapped.
+  /// Keeps every view mapped, as views are now.
   virtual std::shared_ptr<const void> memory() const = 0;
 
   // Views of a received round (views.cpp).
   std::vector<TensorView> payload_views(const Slot& slot) const;
+  TensorView scales_view(const Slot& slot) const;
   TensorView rank_counts_view(const Slot& slot) const;
   TensorView expert_counts_view(Slot& slot);
   TensorView offsets_view(Slot& slot);
@@ -124,16 +162,27 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   /// what is otherwise read from them when it is first asked for.
   void freeze_indices(const void* ids);
   std::int64_t num_rows(const Slot& slot) const noexcept;
+  /// Leading dimensions of the layout's tensors.
+  Extents leading(const Slot& slot) const noexcept;
+  /// Whether y at the combine buffer of a layout per rank goes home as it is.
+  bool combines_in_place() const noexcept;
 
  protected:
   exec::RowArrays row_arrays(const Slot& slot) const noexcept;
   exec::FlagFields dispatch_fields(const Slot& slot) const noexcept;
   exec::FlagFields combine_fields(const Slot& slot, exec::CallKind kind,
                                   std::int64_t hidden) const noexcept;
-  /// Received ids and weights of each source, rank-major.
+  /// Received ids and weights of each source, as they lie in the store.
   std::vector<plan::SourceRows> source_rows(const Slot& slot) const;
-  /// expert_major: lays out and copies the received rows.
-  void expand(Slot& slot);
+  bool stores_flat() const noexcept { return plan::stores_flat(setup_.config); }
+  bool is_gathered() const noexcept { return setup_.config.layout == Layout::kGathered; }
+  /// Bytes of one row of `hidden` elements as it goes home.
+  std::int64_t combine_row_bytes(std::int64_t hidden) const noexcept;
+  /// Where the rows of each source lie in the store, from `counts`: call it when they are known.
+  void place_rows(Slot& slot);
+  /// After all rows are in the store: gives them the layout, where that takes a copy. Rows beyond
+  /// the layout's capacity are dropped and counted.
+  void arrange(Slot& slot);
   exec::CombineSendParams combine_params(const Slot& slot, const CombineInputs& inputs) const;
   exec::SumRowsParams sum_params(const Slot& slot, const CombineInputs& inputs) const;
   void poison(std::byte* start, std::int64_t bytes, int value) const noexcept;
@@ -148,6 +197,24 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   void restore_indices(const Slot& slot);
   void fill_source_rows(Slot& slot);
   void count_experts(Slot& slot);
+  void place_experts(Slot& slot);
+  std::int64_t kept_rows(const Slot& slot, std::size_t source) const noexcept;
+  /// [rows, K] ids and weights, and [rows] tokens, of the rows that the caller sees.
+  std::int32_t* layout_ids(const Slot& slot) const noexcept;
+  float* layout_weights(const Slot& slot) const noexcept;
+  /// Rows of the store in use.
+  std::int64_t store_rows(const Slot& slot) const noexcept;
+  void expand(Slot& slot);
+  void move_to_layout(Slot& slot);
+  TensorView payload_view(const Slot& slot, const PayloadSpec& spec) const;
+  void pack_payload(Slot& slot, const DispatchInputs& inputs);
+  /// Lays the payload regions out in the slot's store.
+  void place_payloads(Slot& slot) const;
+  /// Private memory, and where everything lies in it and in symmetric memory.
+  void take_memory();
+  /// Collective: a failure of any rank's `attempt` is thrown on all of them, so that none waits for
+  /// a rank that has given up.
+  void on_all_ranks(base::FunctionRef<void()> attempt) const;
 
   Setup setup_;
   int rank_;
@@ -156,21 +223,31 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   std::vector<Slot> slots_;
   std::vector<bool> active_;
   std::uint32_t mask_digest_ = 0;
+  std::uint32_t placement_version_ = 0;
+  std::int64_t num_dropped_rows_ = 0;
   base::StepHook hook_;
   std::vector<std::byte> staging_;
+  std::unique_ptr<exec::Workers> workers_;  // null until asked for; backend_ uses them
   std::unique_ptr<exec::Backend> backend_;
 };
 
 /// The offset table of a resolved configuration.
 plan::Workspace workspace_of(const AllToAllConfig& config, int num_ranks, int max_local_experts);
 
-/// Push dispatch, pull combine, over symmetric memory. Collective.
-std::shared_ptr<Exchange> make_one_sided(Setup setup, base::Deadline deadline);
-/// All-gather, then local work, over the communicator's collectives. Collective.
-std::shared_ptr<Exchange> make_broadcast(Setup setup, base::Deadline deadline);
+/// The exchange of the configured strategy. Collective.
+std::shared_ptr<Exchange> make_exchange(Setup setup, base::Deadline deadline);
+/// Capability record of a strategy, without an exchange.
+Capabilities capabilities_of(Strategy strategy);
 
-/// Capability records, without an exchange.
-Capabilities one_sided_capabilities();
-Capabilities broadcast_capabilities();
+/// Symmetric bytes of two_sided: control area and channels.
+std::int64_t two_sided_window_bytes(const AllToAllConfig& config, int num_ranks);
+
+// One per file.
+std::shared_ptr<Exchange> make_one_sided(Setup setup, base::Deadline deadline);  // and low_latency
+std::shared_ptr<Exchange> make_high_throughput(Setup setup, base::Deadline deadline);
+std::shared_ptr<Exchange> make_two_sided(Setup setup, base::Deadline deadline);
+std::shared_ptr<Exchange> make_broadcast(Setup setup, base::Deadline deadline);
+std::shared_ptr<Exchange> make_gather_scatter(Setup setup, base::Deadline deadline);
+std::shared_ptr<Exchange> make_batched(Setup setup, base::Deadline deadline);
 
 }  // namespace fanfold::exchange

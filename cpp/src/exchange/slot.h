@@ -12,6 +12,7 @@
 #include "fanfold/received.h"
 #include "plan/expert_rows.h"
 #include "plan/send_plan.h"
+#include "plan/workspace.h"
 
 namespace fanfold {
 
@@ -24,14 +25,15 @@ struct Routing::Data {
   bool has_ids = false;
   bool has_weights = false;
   std::int32_t invalid_expert_id = -1;
+  std::uint32_t placement_version = 0;
   plan::SendPlan plan;
   std::vector<float> token_weights;         // [T, K] of this rank's tokens (weighting origin)
   std::vector<std::int32_t> rank_counts;    // [R]
   std::vector<std::int32_t> token_counts;   // [R]
-  std::vector<std::int32_t> topk_ids;       // [R, m, K], or [sum of T, K] gathered
+  std::vector<std::int32_t> topk_ids;       // [rows of the store, K], or [sum of T, K] gathered
   std::vector<float> topk_weights;          // likewise
-  std::vector<std::int32_t> source_token;   // [R, m]
-  std::vector<std::int32_t> rows_matrix;    // broadcast: [source, destination] rows
+  std::vector<std::int32_t> source_token;   // [rows of the store]
+  std::vector<std::int32_t> rows_matrix;    // [source, destination] rows, where every rank knows it
   std::vector<std::int32_t> gathered_rows;  // gathered: the rows routed here
 };
 
@@ -57,9 +59,9 @@ struct PayloadSpec {
   std::array<std::int64_t, TensorView::kMaxDims> shape{};
   std::int64_t row_bytes = 0;
   std::int64_t stride_bytes = 0;     // row_bytes plus the test guard
-  std::int64_t region_offset = 0;    // of the rows as peers push them, from the slot base
-  std::int64_t local_offset = 0;     // of the rows in private memory (expert_major, gathered)
-  std::int64_t gathered_offset = 0;  // broadcast: of every token's rows, in private memory
+  std::int64_t region_offset = 0;    // of the rows as they arrive, from the slot base
+  std::int64_t local_offset = 0;     // of the rows in the layout, in private memory
+  std::int64_t gathered_offset = 0;  // broadcast, gather_scatter: of every token's rows
 };
 
 /// State of one slot. Everything a round needs is here, and it is re-used without allocation.
@@ -86,13 +88,20 @@ struct Slot {
   std::shared_ptr<const Routing::Data> frozen;   // copy made before the ids were edited in place
   std::vector<float> token_weights;              // [T, K] (weighting origin)
   std::vector<exec::PayloadRows> payload_rows;
-  std::vector<PayloadSpec> payloads;
+  std::vector<PayloadSpec> payloads;        // with a wire, the scales of payload 0 come last
+  plan::Store store;                        // where the rows of this round lie
+  std::vector<std::int64_t> row_begin;      // [R+1] of each source's rows in the store
+  std::vector<std::int64_t> layout_begin;   // [R+1] of each source's rows in a layout per rank
+  std::vector<std::int64_t> expert_begin;   // [L+1] of each expert's rows in a layout per expert
+  std::int64_t num_layout_rows = 0;         // that the round brings, dropped ones included
+  std::int64_t num_kept_rows = 0;           // of those: rows below the layout's capacity
   std::vector<std::int32_t> token_counts;   // [R]
-  std::vector<std::int32_t> rows_matrix;    // broadcast: [source, destination] rows
+  std::vector<std::int32_t> rows_matrix;    // [source, destination] rows, where every rank knows it
   std::vector<std::int32_t> gathered_rows;  // gathered: the rows routed here
   plan::ExpertRows expert_rows;
   bool has_expert_counts = false;
   bool has_source_rows = false;
+  bool has_scales = false;
 
   const plan::SendPlan& plan() const noexcept { return routing ? routing->plan : own_plan; }
   const float* weights_of_tokens() const noexcept {

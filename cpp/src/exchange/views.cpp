@@ -10,22 +10,36 @@
 namespace fanfold::exchange {
 namespace {
 
-TensorView with_shape(TensorView view, std::initializer_list<std::int64_t> leading,
-                      const PayloadSpec& spec) {
-  // The tail of the payload's shape after the leading dimensions of the layout.
+/// The leading dimensions of the layout, then the tail of the payload's shape.
+TensorView with_shape(TensorView view, const Extents& leading, const PayloadSpec& spec) {
+  const auto num_leading = static_cast<std::size_t>(leading.ndim);
   view.dtype = spec.dtype;
-  view.ndim = static_cast<int>(leading.size()) + spec.ndim - 1;
-  std::size_t dim = 0;
-  for (const std::int64_t extent : leading) view.shape[dim++] = extent;
+  view.ndim = leading.ndim + spec.ndim - 1;
+  std::copy_n(leading.shape.begin(), num_leading, view.shape.begin());
   std::int64_t stride = 1;
   for (int i = spec.ndim - 1; i > 0; --i) {
-    const std::size_t at = leading.size() + static_cast<std::size_t>(i) - 1;
+    const std::size_t at = num_leading + static_cast<std::size_t>(i) - 1;
     view.shape[at] = spec.shape[static_cast<std::size_t>(i)];
     view.strides[at] = stride;
     stride *= view.shape[at];
   }
   stride = spec.stride_bytes / size_of(spec.dtype);  // one row, guard included
-  for (std::size_t i = leading.size(); i-- > 0;) {
+  for (std::size_t i = num_leading; i-- > 0;) {
+    view.strides[i] = stride;
+    stride *= view.shape[i];
+  }
+  return view;
+}
+
+/// [leading..., tail...] of dense elements.
+TensorView dense(const void* data, DType dtype, const Extents& leading,
+                 std::initializer_list<std::int64_t> tail) {
+  TensorView view(data, dtype, {});
+  view.ndim = leading.ndim + static_cast<int>(tail.size());
+  const auto end = std::copy_n(leading.shape.begin(), leading.ndim, view.shape.begin());
+  std::copy(tail.begin(), tail.end(), end);
+  std::int64_t stride = 1;
+  for (auto i = static_cast<std::size_t>(view.ndim); i-- > 0;) {
     view.strides[i] = stride;
     stride *= view.shape[i];
   }
@@ -39,21 +53,41 @@ std::int32_t* Exchange::counts(const Slot& slot) const noexcept {
 }
 
 const std::int32_t* Exchange::received_ids(const Slot& slot) const noexcept {
-  const std::byte* base = setup_.config.layout == Layout::kGathered
-                              ? local_base(slot) + workspace_.local_ids_offset
-                              : slot_base(slot) + workspace_.topk_ids_offset;
+  const std::byte* base = is_gathered() ? local_base(slot) + workspace_.local_ids_offset
+                                        : slot_base(slot) + slot.store.topk_ids_offset;
   return reinterpret_cast<const std::int32_t*>(base);
 }
 
 const float* Exchange::received_weights(const Slot& slot) const noexcept {
-  const std::byte* base = setup_.config.layout == Layout::kGathered
-                              ? local_base(slot) + workspace_.local_gate_offset
-                              : slot_base(slot) + workspace_.topk_weights_offset;
+  const std::byte* base = is_gathered() ? local_base(slot) + workspace_.local_gate_offset
+                                        : slot_base(slot) + slot.store.topk_weights_offset;
   return reinterpret_cast<const float*>(base);
 }
 
 const std::int32_t* Exchange::received_tokens(const Slot& slot) const noexcept {
-  return reinterpret_cast<const std::int32_t*>(slot_base(slot) + workspace_.source_token_offset);
+  return reinterpret_cast<const std::int32_t*>(slot_base(slot) + slot.store.source_token_offset);
+}
+
+std::int32_t* Exchange::layout_ids(const Slot& slot) const noexcept {
+  const bool copied = setup_.config.layout == Layout::kFlat && !stores_flat();
+  std::byte* base = copied || is_gathered() ? local_base(slot) + workspace_.local_ids_offset
+                                            : slot_base(slot) + slot.store.topk_ids_offset;
+  return reinterpret_cast<std::int32_t*>(base);
+}
+
+float* Exchange::layout_weights(const Slot& slot) const noexcept {
+  const bool copied = setup_.config.layout == Layout::kFlat && !stores_flat();
+  std::byte* base = slot_base(slot) + slot.store.topk_weights_offset;
+  if (copied || is_gathered()) base = local_base(slot) + workspace_.local_gate_offset;
+  if (is_per_expert(setup_.config.layout))
+    base = local_base(slot) + workspace_.local_weights_offset;
+  return reinterpret_cast<float*>(base);
+}
+
+std::int64_t Exchange::store_rows(const Slot& slot) const noexcept {
+  if (is_gathered()) return slot.num_gathered;
+  if (!stores_flat()) return num_ranks() * slot.round_max_tokens;
+  return std::min(slot.row_begin.back(), slot.store.num_rows);
 }
 
 // Views must not point into a Routing: it is shared, immutable, and may die before they do.
@@ -77,35 +111,58 @@ void Exchange::freeze_indices(const void* ids) {
 }
 
 std::int64_t Exchange::num_rows(const Slot& slot) const noexcept {
-  if (setup_.config.layout == Layout::kGathered) return slot.num_gathered;
+  if (is_gathered()) return slot.num_gathered;
+  if (setup_.config.layout == Layout::kFlatByExpert) return slot.num_layout_rows;
   const std::int32_t* rows = counts(slot);
   std::int64_t total = 0;
   for (int source = 0; source < num_ranks(); ++source) total += rows[source];
   return total;
 }
 
+bool Exchange::combines_in_place() const noexcept {
+  return setup_.config.layout == Layout::kRankMajor ||
+         (setup_.config.layout == Layout::kFlat && stores_flat());
+}
+
+/// Leading dimensions of the layout's tensors.
+Extents Exchange::leading(const Slot& slot) const noexcept {
+  const std::int64_t m = slot.round_max_tokens;
+  switch (setup_.config.layout) {
+    case Layout::kRankMajor:
+      return {2, {num_ranks(), m}};
+    case Layout::kExpertMajor:
+      return {2, {num_local_experts(), num_ranks() * m}};
+    case Layout::kGathered:
+      return {1, {slot.num_gathered, 0}};
+    case Layout::kFlat:
+    case Layout::kFlatByExpert:
+      return {1, {setup_.config.max_recv_rows.value_or(slot.num_layout_rows), 0}};
+  }
+  return {};
+}
+
+TensorView Exchange::payload_view(const Slot& slot, const PayloadSpec& spec) const {
+  TensorView view;
+  if (is_gathered()) {
+    view.data = local_base(slot) + spec.gathered_offset;
+  } else if (combines_in_place()) {
+    view.data = slot_base(slot) + spec.region_offset;
+  } else {
+    view.data = local_base(slot) + spec.local_offset;
+  }
+  return with_shape(view, leading(slot), spec);
+}
+
 std::vector<TensorView> Exchange::payload_views(const Slot& slot) const {
   std::vector<TensorView> views;
   views.reserve(slot.payloads.size());
-  const std::int64_t m = slot.round_max_tokens;
-  for (const PayloadSpec& spec : slot.payloads) {
-    TensorView view;
-    switch (setup_.config.layout) {
-      case Layout::kRankMajor:
-        view.data = slot_base(slot) + spec.region_offset;
-        views.push_back(with_shape(view, {num_ranks(), m}, spec));
-        break;
-      case Layout::kExpertMajor:
-        view.data = local_base(slot) + spec.local_offset;
-        views.push_back(with_shape(view, {num_local_experts(), num_ranks() * m}, spec));
-        break;
-      case Layout::kGathered:
-        view.data = local_base(slot) + spec.gathered_offset;
-        views.push_back(with_shape(view, {slot.num_gathered}, spec));
-        break;
-    }
-  }
+  for (const PayloadSpec& spec : slot.payloads) views.push_back(payload_view(slot, spec));
+  if (slot.has_scales) views.pop_back();
   return views;
+}
+
+TensorView Exchange::scales_view(const Slot& slot) const {
+  return slot.has_scales ? payload_view(slot, slot.payloads.back()) : TensorView();
 }
 
 TensorView Exchange::rank_counts_view(const Slot& slot) const {
@@ -118,10 +175,10 @@ void Exchange::count_experts(Slot& slot) {
   if (!slot.has_ids) {
     // Every token goes to every rank: the count of each expert is unknown, not zero.
     std::fill_n(expert_counts, num_local_experts(), -1);
-  } else if (setup_.config.layout == Layout::kGathered) {
+  } else if (is_gathered()) {
     const plan::SourceRows all{received_ids(slot), nullptr, slot.num_gathered};
     plan::count_expert_rows({all}, setup_.map, rank_, workspace_.top_k, expert_counts);
-  } else if (setup_.config.layout == Layout::kRankMajor) {
+  } else if (!is_per_expert(setup_.config.layout)) {
     plan::count_expert_rows(source_rows(slot), setup_.map, rank_, workspace_.top_k, expert_counts);
   }
   slot.has_expert_counts = true;
@@ -136,6 +193,13 @@ TensorView Exchange::offsets_view(Slot& slot) {
   count_experts(slot);
   const std::int32_t* expert_counts = counts(slot) + num_ranks();
   std::int32_t* offsets = counts(slot) + num_ranks() + workspace_.max_local_experts;
+  if (setup_.config.layout == Layout::kFlatByExpert) {
+    std::transform(slot.expert_begin.begin(), slot.expert_begin.end(), offsets,
+                   [&](std::int64_t begin) {
+                     return static_cast<std::int32_t>(std::min(begin, slot.num_kept_rows));
+                   });
+    return TensorView(offsets, DType::kInt32, {num_local_experts() + 1});
+  }
   offsets[0] = 0;
   for (int expert = 0; expert < num_local_experts(); ++expert) {
     offsets[expert + 1] = offsets[expert] + expert_counts[expert];
@@ -151,28 +215,16 @@ TensorView Exchange::num_rows_view(const Slot& slot) const {
 }
 
 TensorView Exchange::topk_ids_view(const Slot& slot) const {
-  const std::int64_t k = workspace_.top_k;
-  if (!slot.has_ids || setup_.config.layout == Layout::kExpertMajor) return {};
-  const std::int32_t* ids = received_ids(slot);
-  if (setup_.config.layout == Layout::kGathered) {
-    return TensorView(static_cast<const void*>(ids), DType::kInt32, {slot.num_gathered, k});
-  }
-  return TensorView(static_cast<const void*>(ids), DType::kInt32,
-                    {num_ranks(), slot.round_max_tokens, k});
+  if (!slot.has_ids || is_per_expert(setup_.config.layout)) return {};
+  return dense(layout_ids(slot), DType::kInt32, leading(slot), {workspace_.top_k});
 }
 
 TensorView Exchange::topk_weights_view(const Slot& slot) const {
-  const std::int64_t k = workspace_.top_k;
   if (!slot.has_weights) return {};
-  if (setup_.config.layout == Layout::kExpertMajor) {
-    return TensorView(static_cast<void*>(local_base(slot) + workspace_.local_weights_offset),
-                      DType::kFloat32, {num_local_experts(), num_ranks() * slot.round_max_tokens});
+  if (is_per_expert(setup_.config.layout)) {
+    return dense(layout_weights(slot), DType::kFloat32, leading(slot), {});
   }
-  const void* weights = received_weights(slot);
-  if (setup_.config.layout == Layout::kGathered) {
-    return TensorView(weights, DType::kFloat32, {slot.num_gathered, k});
-  }
-  return TensorView(weights, DType::kFloat32, {num_ranks(), slot.round_max_tokens, k});
+  return dense(layout_weights(slot), DType::kFloat32, leading(slot), {workspace_.top_k});
 }
 
 void Exchange::fill_source_rows(Slot& slot) {
@@ -182,8 +234,7 @@ void Exchange::fill_source_rows(Slot& slot) {
       reinterpret_cast<std::int32_t*>(local_base(slot) + workspace_.local_source_rank_offset);
   auto* tokens =
       reinterpret_cast<std::int32_t*>(local_base(slot) + workspace_.local_source_token_offset);
-  const std::int64_t m = slot.round_max_tokens;
-  if (setup_.config.layout == Layout::kGathered) {
+  if (is_gathered()) {
     std::int64_t row = 0;
     for (int source = 0; source < num_ranks(); ++source) {
       for (std::int32_t token = 0; token < slot.token_counts[static_cast<std::size_t>(source)];
@@ -194,26 +245,32 @@ void Exchange::fill_source_rows(Slot& slot) {
     }
     return;
   }
-  const bool by_expert = setup_.config.layout == Layout::kExpertMajor;
-  const std::int64_t per_expert = num_ranks() * m;
-  const std::int64_t total = by_expert ? num_local_experts() * per_expert : per_expert;
+  const bool by_expert = is_per_expert(setup_.config.layout);
+  const Extents extents = leading(slot);
+  const std::int64_t total =
+      extents.ndim == 1 ? extents.shape[0] : extents.shape[0] * extents.shape[1];
   std::fill_n(ranks, total, -1);
   std::fill_n(tokens, total, -1);
   const std::int32_t* rows = counts(slot);
   const std::int32_t* source_tokens = received_tokens(slot);
   std::size_t received = 0;
   for (int source = 0; source < num_ranks(); ++source) {
+    const auto index = static_cast<std::size_t>(source);
     for (std::int64_t i = 0; i < rows[source]; ++i, ++received) {
-      const std::int64_t from = source * m + i;
+      const std::int64_t from = slot.row_begin[index] + i;
       if (!by_expert) {
-        ranks[from] = source;
-        tokens[from] = source_tokens[from];
+        const std::int64_t at = slot.layout_begin[index] + i;
+        if (at >= slot.num_kept_rows) continue;
+        ranks[at] = source;
+        tokens[at] = source_tokens[from];
         continue;
       }
       for (std::int64_t pair = slot.expert_rows.begin[received];
            pair < slot.expert_rows.begin[received + 1]; ++pair) {
         const plan::ExpertRow& row = slot.expert_rows.rows[static_cast<std::size_t>(pair)];
-        const std::int64_t at = row.local_expert * per_expert + row.position;
+        const std::int64_t at =
+            slot.expert_begin[static_cast<std::size_t>(row.local_expert)] + row.position;
+        if (at >= slot.num_kept_rows) continue;
         ranks[at] = source;
         tokens[at] = source_tokens[from];
       }
@@ -221,49 +278,22 @@ void Exchange::fill_source_rows(Slot& slot) {
   }
 }
 
-namespace {
-
-TensorView per_row(std::byte* data, Layout layout, std::int64_t num_local, std::int64_t num_ranks,
-                   std::int64_t m, std::int64_t num_gathered) {
-  switch (layout) {
-    case Layout::kExpertMajor:
-      return TensorView(static_cast<void*>(data), DType::kInt32, {num_local, num_ranks * m});
-    case Layout::kGathered:
-      return TensorView(static_cast<void*>(data), DType::kInt32, {num_gathered});
-    case Layout::kRankMajor:
-      return TensorView(static_cast<void*>(data), DType::kInt32, {num_ranks, m});
-  }
-  return {};
-}
-
-}  // namespace
-
 TensorView Exchange::source_rank_view(Slot& slot) {
   fill_source_rows(slot);
-  return per_row(local_base(slot) + workspace_.local_source_rank_offset, setup_.config.layout,
-                 num_local_experts(), num_ranks(), slot.round_max_tokens, slot.num_gathered);
+  return dense(local_base(slot) + workspace_.local_source_rank_offset, DType::kInt32, leading(slot),
+               {});
 }
 
 TensorView Exchange::source_token_view(Slot& slot) {
   fill_source_rows(slot);
-  return per_row(local_base(slot) + workspace_.local_source_token_offset, setup_.config.layout,
-                 num_local_experts(), num_ranks(), slot.round_max_tokens, slot.num_gathered);
+  return dense(local_base(slot) + workspace_.local_source_token_offset, DType::kInt32,
+               leading(slot), {});
 }
 
 TensorView Exchange::combine_view(const Slot& slot, std::int64_t hidden, DType dtype) const {
-  std::byte* local = local_base(slot) + workspace_.local_combine_offset;
-  const std::int64_t m = slot.round_max_tokens;
-  switch (setup_.config.layout) {
-    case Layout::kRankMajor:
-      return TensorView(static_cast<void*>(slot_base(slot) + workspace_.combine_offset), dtype,
-                        {num_ranks(), m, hidden});
-    case Layout::kExpertMajor:
-      return TensorView(static_cast<void*>(local), dtype,
-                        {num_local_experts(), num_ranks() * m, hidden});
-    case Layout::kGathered:
-      return TensorView(static_cast<void*>(local), dtype, {slot.num_gathered, hidden});
-  }
-  return {};
+  std::byte* data = combines_in_place() ? slot_base(slot) + slot.store.combine_offset
+                                        : local_base(slot) + workspace_.local_combine_offset;
+  return dense(data, dtype, leading(slot), {hidden});
 }
 
 std::shared_ptr<const Routing::Data> Exchange::copy_routing(const Slot& slot) const {
@@ -277,14 +307,14 @@ std::shared_ptr<const Routing::Data> Exchange::copy_routing(const Slot& slot) co
   data->has_ids = slot.has_ids;
   data->has_weights = slot.has_weights;
   data->invalid_expert_id = slot.invalid_expert_id;
+  data->placement_version = placement_version_;
   data->plan = slot.own_plan;
   data->token_weights = slot.token_weights;
   data->rank_counts.assign(counts(slot), counts(slot) + num_ranks());
   data->token_counts = slot.token_counts;
   data->rows_matrix = slot.rows_matrix;
   data->gathered_rows = slot.gathered_rows;
-  const bool gathered = setup_.config.layout == Layout::kGathered;
-  const std::int64_t rows = gathered ? slot.num_gathered : num_ranks() * slot.round_max_tokens;
+  const std::int64_t rows = store_rows(slot);
   if (slot.has_ids) {
     data->topk_ids.assign(received_ids(slot), received_ids(slot) + rows * workspace_.top_k);
   }
@@ -292,7 +322,7 @@ std::shared_ptr<const Routing::Data> Exchange::copy_routing(const Slot& slot) co
     data->topk_weights.assign(received_weights(slot),
                               received_weights(slot) + rows * workspace_.top_k);
   }
-  if (!gathered) {
+  if (!is_gathered()) {
     data->source_token.assign(received_tokens(slot), received_tokens(slot) + rows);
   }
   return data;

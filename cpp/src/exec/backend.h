@@ -18,6 +18,10 @@ class Backend {
   Backend(const Backend&) = delete;
   Backend& operator=(const Backend&) = delete;
 
+  /// From now on large phases are shared out to `workers`, which must outlive this; null (so at
+  /// first): the calling thread only.
+  void use_workers(Workers* workers) noexcept { context_.workers = workers; }
+
   /// Pushes rows into every active rank's slot and publishes the dispatch flags.
   virtual void dispatch_send(const DispatchSendParams& params) = 0;
   /// Waits for the dispatch flags and pads the ids.
@@ -25,6 +29,10 @@ class Backend {
   virtual void dispatch_recv(const DispatchRecvParams& params) = 0;
   /// Copies received rows to expert order.
   virtual void expand_rows(const ExpandRowsParams& params) = 0;
+  /// Copies received rows to where a layout per rank wants them.
+  virtual void move_rows(const MoveRowsParams& params) = 0;
+  /// Packs rows for a wire.
+  virtual void pack_rows(const PackRowsParams& params) = 0;
   /// Copies picked rows to consecutive rows.
   virtual void gather_rows(const GatherRowsParams& params) = 0;
   /// Stages or reduces the experts' rows and publishes the combine flags.

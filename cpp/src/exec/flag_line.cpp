@@ -48,7 +48,9 @@ void publish(FlagLine& line, const FlagFields& fields) noexcept {
   constexpr auto kRelaxed = std::memory_order_relaxed;
   // Before the first store: fetching the line is part of the way.
   const auto sent_ns = static_cast<std::uint64_t>(base::now_ns());
-  line.words[1].store(pack(fields.generation, static_cast<std::uint32_t>(fields.kind)), kRelaxed);
+  const std::uint32_t call =
+      static_cast<std::uint32_t>(fields.kind) | (std::uint32_t{fields.member} << 16);
+  line.words[1].store(pack(fields.generation, call), kRelaxed);
   line.words[2].store(pack(fields.round_max_tokens, fields.num_tokens), kRelaxed);
   line.words[3].store(pack(fields.num_rows, fields.num_payloads), kRelaxed);
   line.words[4].store(fields.digest, kRelaxed);
@@ -64,7 +66,8 @@ FlagFields read(const FlagLine& line) noexcept {
   FlagFields fields;
   fields.epoch = words[0];
   fields.generation = low(words[1]);
-  fields.kind = static_cast<CallKind>(high(words[1]));
+  fields.kind = static_cast<CallKind>(high(words[1]) & 0xffffU);
+  fields.member = static_cast<std::uint16_t>(high(words[1]) >> 16);
   fields.round_max_tokens = low(words[2]);
   fields.num_tokens = high(words[2]);
   fields.num_rows = low(words[3]);
@@ -83,6 +86,10 @@ std::string difference(const FlagFields& mine, int rank, const FlagFields& got, 
   }
   if (got.generation != mine.generation) {
     return differ("generation", rank, mine.generation, peer, got.generation);
+  }
+  if (got.member != mine.member) {
+    return differ("AllToAll of the shared workspace, in order of creation", rank, mine.member, peer,
+                  got.member);
   }
   if (got.round_max_tokens != mine.round_max_tokens) {
     return differ("round_max_tokens", rank, mine.round_max_tokens, peer, got.round_max_tokens);

@@ -19,7 +19,7 @@
 namespace fanfold::exec {
 
 /// What the sender of a flag is doing.
-enum class CallKind : std::uint32_t {
+enum class CallKind : std::uint16_t {
   kNone,
   kDispatch,        // new routing
   kDispatchRouted,  // payloads along an earlier routing
@@ -36,6 +36,7 @@ struct FlagFields {
   std::uint64_t epoch = 0;
   std::uint32_t generation = 0;
   CallKind kind = CallKind::kNone;
+  std::uint16_t member = 0;  // of the AllToAlls that share a workspace, in order of creation
   std::uint32_t round_max_tokens = 0;   // m
   std::uint32_t num_tokens = 0;         // T of the sender
   std::uint32_t num_rows = 0;           // rows for the reader

@@ -14,6 +14,8 @@
 #include "comm/control.h"
 #include "exec/flag_line.h"
 #include "exec/peer_distance.h"
+#include "exec/workers.h"
+#include "fanfold/all_to_all_config.h"
 #include "fanfold/dtype.h"
 #include "fanfold/tensor_view.h"
 #include "plan/expert_map.h"
@@ -29,8 +31,9 @@ struct Context {
   comm::Control* control;  // null where no peer is waited for
   int rank;
   int num_ranks;
-  bool streaming;           // remote rows may be pushed past the cache
-  PeerDistance* distances;  // [R]; null: unknown
+  bool streaming;              // remote rows may be pushed past the cache
+  PeerDistance* distances;     // [R]; null: unknown
+  Workers* workers = nullptr;  // that share large phases; null: the calling thread only
 };
 
 /// One payload of a dispatch: the sender's rows and the region that receives them.
@@ -59,8 +62,9 @@ struct DispatchSendParams {
   std::int64_t weights_stride;  // elements
   bool with_indices;            // false along an earlier routing: ids stay where they are
   RowArrays arrays;
-  std::byte* const* slot_bases;  // out [R] this slot in each rank's window
-  FlagLine* const* flags;        // out [R] this rank's line in each window
+  const std::int64_t* first_rows;  // in [R] where this rank's rows begin on each rank
+  std::byte* const* slot_bases;    // out [R] this slot in each rank's window
+  FlagLine* const* flags;          // out [R] this rank's line in each window
   const std::vector<bool>* active;
   FlagFields fields;   // without num_rows
   std::byte* staging;  // scratch [M * K * 4] bytes
@@ -80,20 +84,52 @@ struct DispatchRecvParams {
   base::Deadline deadline;
 };
 
-/// Copies rows to where their experts want them (expert_major).
+/// Copies rows to where their experts want them. Rows of the layout from `num_rows` on are left
+/// out.
 struct ExpandRowsParams {
   const plan::ExpertRows* expert_rows;
-  const std::int32_t* rank_counts;  // in [R]
-  std::int64_t round_max_tokens;    // m of the source rows
-  std::int64_t rows_per_expert;     // R * m
+  const std::int32_t* rank_counts;    // in [R]
+  const std::int64_t* row_begin;      // in [R] of each source's rows
+  const std::int64_t* expert_begin;   // in [L+1] of each expert's rows
+  const std::int32_t* expert_counts;  // in [L]; null: do not zero what follows an expert's rows
+  std::int64_t num_experts;           // L
+  std::int64_t num_rows;              // of the target
   struct Payload {
-    const std::byte* source;  // in, row (r, i) at r * m + i
-    std::byte* target;        // out, row (l, i) at l * rows_per_expert + i
+    const std::byte* source;  // in, row (r, i) at row_begin[r] + i
+    std::byte* target;        // out, row (l, i) at expert_begin[l] + i
     std::int64_t row_bytes;
     std::int64_t stride_bytes;  // of both
   };
   std::vector<Payload> payloads;
-  float* weights;  // out [L, R*m]; null: none
+  float* weights;  // out [num_rows]; null: none
+};
+
+/// Copies the rows of each source to where a layout per rank wants them. Rows of the target from
+/// `num_rows` on are left out.
+struct MoveRowsParams {
+  const std::int32_t* rank_counts;   // in [R]
+  const std::int64_t* source_begin;  // in [R]
+  const std::int64_t* target_begin;  // in [R]
+  std::int64_t num_rows;             // of the target
+  struct Payload {
+    const std::byte* source;
+    std::byte* target;
+    std::int64_t row_bytes;
+    std::int64_t stride_bytes;  // of both
+  };
+  std::vector<Payload> payloads;
+};
+
+/// Packs rows of numbers to FP8 E4M3 with one scale per 128 elements.
+struct PackRowsParams {
+  const std::byte* rows;  // in [num_rows, hidden], row_stride_bytes apart
+  std::int64_t row_stride_bytes;
+  DType dtype;
+  std::int64_t hidden;
+  std::int64_t num_rows;
+  WireScale wire_scale;
+  std::byte* packed;  // out [num_rows, hidden] FP8
+  std::byte* scales;  // out [num_rows, ceil(hidden / 128)]
 };
 
 /// Copies picked rows to consecutive rows.
@@ -116,14 +152,19 @@ struct CombineSendParams {
   DType combine_dtype;
   std::int64_t hidden;
   const std::int32_t* rank_counts;  // in [R]
-  std::int64_t round_max_tokens;    // m
-  // expert_major; null: rank_major, and `y` may be `rows` itself.
+  const std::int64_t* row_begin;    // in [R] where each source's rows begin in `rows`
+  const std::int64_t* y_begin;      // in [R] a layout per rank: where they begin in `y`
+  std::int64_t num_y_rows;          // rows of `y`; results of rows beyond count as zeros
+  // Layouts per expert; null: a layout per rank, and `y` may be `rows` itself.
   const plan::ExpertRows* expert_rows;
-  std::int64_t rows_per_expert;  // R * m
-  bool carried;                  // multiply by the weights of expert_rows
-  bool origin;                   // one row per pair, [R, m, rows_per_token, H]
+  const std::int64_t* expert_begin;  // in [L] where each expert's rows begin in `y`
+  bool carried;                      // multiply by the weights of expert_rows
+  bool origin;                       // one row per pair, rows_per_token rows for each row received
   std::int64_t rows_per_token;
-  std::byte* rows;         // out [R, m, rows_per_token, H] combine_dtype
+  Wire wire;
+  WireScale wire_scale;
+  std::int64_t row_bytes;  // of one row that travels
+  std::byte* rows;         // out [rows of the store, rows_per_token, row_bytes]
   FlagLine* const* flags;  // out [R] this rank's line in each window; null: none
   const std::vector<bool>* active;
   FlagFields fields;
@@ -136,6 +177,9 @@ struct SumRowsParams {
   DType combine_dtype;
   std::int64_t hidden;
   std::int64_t rows_per_token;
+  Wire wire;
+  WireScale wire_scale;
+  std::int64_t row_bytes;  // of one row that travelled
   // Weighting origin: one row per (token, distinct expert), k ascending; else null.
   const plan::ExpertMap* origin_map;
   const std::vector<bool>* active;

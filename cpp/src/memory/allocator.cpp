@@ -3,12 +3,16 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "base/format.h"
+#include "base/mapping.h"
 #include "comm/communicator_impl.h"
 #include "fanfold/error.h"
+#include "memory/own_buffers.h"
 #include "memory/symmetric_block.h"
 
 namespace fanfold {
@@ -42,12 +46,16 @@ class Allocator::Impl {
  public:
   explicit Impl(std::shared_ptr<Communicator::Impl> communicator)
       : communicator_(std::move(communicator)), ledger_(std::make_shared<memory::Ledger>()) {}
+  Impl(std::shared_ptr<Communicator::Impl> communicator, const std::vector<HostBuffer>& buffers,
+       base::Deadline deadline);
 
   SymmetricMemory allocate(std::int64_t bytes, std::int64_t zero_bytes, base::Deadline deadline);
   void free(const SymmetricMemory& memory);
   void trim();
   Communicator::Impl& communicator() { return *communicator_; }
   AllocatorStats stats() const { return ledger_->stats(); }
+  void set_private_memory(PrivateMemorySource source) { private_memory_ = std::move(source); }
+  std::shared_ptr<std::byte> allocate_private(std::int64_t bytes) const;
 
  private:
   struct Cached {
@@ -57,6 +65,9 @@ class Allocator::Impl {
   };
 
   std::vector<Cached>::iterator smallest_fit(std::int64_t bytes);
+  comm::Windows make_windows(std::int64_t id, std::int64_t bytes, base::Deadline deadline);
+  /// Own buffers: gives back what no rank uses any more. Collective.
+  void reclaim(base::Deadline deadline);
   /// Zeroes this rank's window and waits until the others have zeroed theirs.
   void zero(const comm::Windows& windows, std::int64_t bytes, base::Deadline deadline);
 
@@ -64,7 +75,20 @@ class Allocator::Impl {
   std::shared_ptr<memory::Ledger> ledger_;
   std::vector<Cached> cache_;
   std::int64_t next_id_ = 0;
+  std::optional<memory::OwnBuffers> own_buffers_;
+  std::vector<std::int64_t> trimmed_;  // own buffers: blocks that this rank has no use for
+  PrivateMemorySource private_memory_;
 };
+
+Allocator::Impl::Impl(std::shared_ptr<Communicator::Impl> communicator,
+                      const std::vector<HostBuffer>& buffers, base::Deadline deadline)
+    : Impl(std::move(communicator)) {
+  const Communicator::Impl::Call call(*communicator_, "Allocator");
+  const comm::Group& group = communicator_->group();
+  own_buffers_.emplace(communicator_->channel(), group.rank(), group.num_ranks(), buffers,
+                       deadline);
+  ledger_->keep_dropped();
+}
 
 std::vector<Allocator::Impl::Cached>::iterator Allocator::Impl::smallest_fit(std::int64_t bytes) {
   auto best = cache_.end();
@@ -118,10 +142,58 @@ SymmetricMemory Allocator::Impl::allocate(std::int64_t bytes, std::int64_t zero_
     return SymmetricMemory(block);
   }
   const std::int64_t id = next_id_++;
-  const auto block = std::make_shared<SymmetricMemory::Block>(
-      communicator_->group().share_windows(bytes, deadline), id, ledger_);
+  const auto block =
+      std::make_shared<SymmetricMemory::Block>(make_windows(id, bytes, deadline), id, ledger_);
   ledger_->add_block(block->bytes());
+  if (own_buffers_) zero(block->windows, zero_bytes, deadline);
   return SymmetricMemory(block);
+}
+
+comm::Windows Allocator::Impl::make_windows(std::int64_t id, std::int64_t bytes,
+                                            base::Deadline deadline) {
+  if (!own_buffers_) return communicator_->group().share_windows(bytes, deadline);
+  // What is free is the same on all ranks: so is every decision here.
+  std::optional<comm::Windows> windows = own_buffers_->take(id, bytes);
+  if (!windows) {
+    reclaim(deadline);
+    windows = own_buffers_->take(id, bytes);
+  }
+  if (windows) return std::move(*windows);
+  const memory::Arena& arena = own_buffers_->arena();
+  throw CapacityExceeded(base::str("allocate: expected room for ", bytes,
+                                   " bytes in the caller's buffers, got ", arena.free_bytes(),
+                                   " bytes free, at most ", arena.largest_free_bytes(),
+                                   " of them together"));
+}
+
+// A rank may still look at a block that the others have freed.
+void Allocator::Impl::reclaim(base::Deadline deadline) {
+  std::vector<std::int64_t> idle = ledger_->dropped();
+  idle.insert(idle.end(), trimmed_.begin(), trimmed_.end());
+  for (const Cached& cached : cache_) idle.push_back(cached.id);
+  for (const std::int64_t id : memory::common_ids(communicator_->channel(), idle, deadline)) {
+    own_buffers_->give_back(id);
+    ledger_->forget_dropped(id);
+    trimmed_.erase(std::remove(trimmed_.begin(), trimmed_.end(), id), trimmed_.end());
+    const auto is_it = [id](const Cached& cached) { return cached.id == id; };
+    const auto cached = std::find_if(cache_.begin(), cache_.end(), is_it);
+    if (cached == cache_.end()) continue;
+    ledger_->trim_block(cached->bytes());
+    cache_.erase(cached);
+  }
+}
+
+std::shared_ptr<std::byte> Allocator::Impl::allocate_private(std::int64_t bytes) const {
+  if (!private_memory_) return base::map_private(bytes);
+  std::shared_ptr<std::byte> memory = private_memory_(bytes);
+  if (memory == nullptr) throw std::bad_alloc();
+  const auto address = reinterpret_cast<std::uintptr_t>(memory.get());
+  if (address % memory::Arena::kAlignment != 0) {
+    throw InvalidArgument(base::str("private memory: expected an address that is a multiple of ",
+                                    memory::Arena::kAlignment, ", got one that is ",
+                                    address % memory::Arena::kAlignment, " beyond"));
+  }
+  return memory;
 }
 
 void Allocator::Impl::free(const SymmetricMemory& memory) {
@@ -139,7 +211,10 @@ void Allocator::Impl::free(const SymmetricMemory& memory) {
 }
 
 void Allocator::Impl::trim() {
-  for (const Cached& cached : cache_) ledger_->trim_block(cached.bytes());
+  for (const Cached& cached : cache_) {
+    ledger_->trim_block(cached.bytes());
+    if (own_buffers_) trimmed_.push_back(cached.id);
+  }
   cache_.clear();
 }
 
@@ -160,6 +235,10 @@ std::shared_ptr<Communicator::Impl> usable(const Communicator& communicator) {
 
 Allocator::Allocator(Communicator& communicator)
     : impl_(std::make_shared<Impl>(usable(communicator))) {}
+Allocator::Allocator(Communicator& communicator, const std::vector<HostBuffer>& buffers,
+                     std::optional<std::chrono::nanoseconds> timeout)
+    : impl_(std::make_shared<Impl>(usable(communicator), buffers,
+                                   communicator.impl()->deadline(timeout))) {}
 Allocator::~Allocator() = default;
 Allocator::Allocator(const Allocator&) = default;
 Allocator::Allocator(Allocator&&) noexcept = default;
@@ -175,6 +254,14 @@ SymmetricMemory Allocator::allocate(std::int64_t bytes, std::int64_t zero_bytes,
 void Allocator::free(const SymmetricMemory& memory) { checked(impl_).free(memory); }
 
 void Allocator::trim() { checked(impl_).trim(); }
+
+void Allocator::set_private_memory(PrivateMemorySource source) {
+  checked(impl_).set_private_memory(std::move(source));
+}
+
+std::shared_ptr<std::byte> Allocator::allocate_private(std::int64_t bytes) const {
+  return checked(impl_).allocate_private(bytes);
+}
 
 AllocatorStats Allocator::stats() const { return checked(impl_).stats(); }
 

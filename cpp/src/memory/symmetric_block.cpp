@@ -34,8 +34,9 @@ void Ledger::cache_block(std::int64_t bytes) {
   stats_.in_use -= bytes;
 }
 
-void Ledger::drop_block(std::int64_t bytes) {
+void Ledger::drop_block(std::int64_t id, std::int64_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (keeps_dropped_) dropped_.push_back(id);
   stats_.in_use -= bytes;
   stats_.reserved -= bytes;
   stats_.num_blocks -= 1;
@@ -45,6 +46,21 @@ void Ledger::trim_block(std::int64_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
   stats_.reserved -= bytes;
   stats_.num_blocks -= 1;
+}
+
+void Ledger::keep_dropped() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  keeps_dropped_ = true;
+}
+
+std::vector<std::int64_t> Ledger::dropped() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return dropped_;
+}
+
+void Ledger::forget_dropped(std::int64_t id) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  dropped_.erase(std::remove(dropped_.begin(), dropped_.end(), id), dropped_.end());
 }
 
 AllocatorStats Ledger::stats() const {
@@ -59,7 +75,7 @@ SymmetricMemory::Block::Block(comm::Windows windows_, std::int64_t id_,
     : windows(std::move(windows_)), id(id_), ledger(std::move(ledger_)) {}
 
 SymmetricMemory::Block::~Block() {
-  if (!is_freed) ledger->drop_block(bytes());
+  if (!is_freed) ledger->drop_block(id, bytes());
 }
 
 SymmetricMemory::SymmetricMemory() = default;

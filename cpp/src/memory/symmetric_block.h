@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include "comm/group.h"
 #include "fanfold/allocator.h"
@@ -17,18 +18,25 @@ namespace memory {
 /// The counts of one allocator. Outlives it while blocks are out.
 class Ledger {
  public:
-  void add_block(std::int64_t bytes);    // new from the system and given out
-  void reuse_block(std::int64_t bytes);  // from the cache and given out
-  void cache_block(std::int64_t bytes);  // back into the cache
-  void drop_block(std::int64_t bytes);   // released without `free`
-  void trim_block(std::int64_t bytes);   // from the cache to the system
+  void add_block(std::int64_t bytes);                    // new from the system and given out
+  void reuse_block(std::int64_t bytes);                  // from the cache and given out
+  void cache_block(std::int64_t bytes);                  // back into the cache
+  void drop_block(std::int64_t id, std::int64_t bytes);  // released without `free`
+  void trim_block(std::int64_t bytes);                   // from the cache to the system
   AllocatorStats stats() const;
+  /// From now on remembers which blocks were dropped.
+  void keep_dropped();
+  /// The ids of the blocks that were dropped since.
+  std::vector<std::int64_t> dropped() const;
+  void forget_dropped(std::int64_t id);
 
  private:
   void give_out(std::int64_t bytes);
 
-  mutable std::mutex mutex_;  // guards stats_: blocks may be released on any thread
+  mutable std::mutex mutex_;  // guards all below: blocks may be released on any thread
   AllocatorStats stats_;
+  bool keeps_dropped_ = false;
+  std::vector<std::int64_t> dropped_;
 };
 
 }  // namespace memory

@@ -28,6 +28,43 @@ std::int32_t rank_of_expert(const Placement& placement, int expert, int num_expe
   return 0;
 }
 
+/// Sorts the experts by the logical expert that each is a copy of.
+void add_replicas(const std::vector<std::int32_t>& logical_of_expert, ExpertMap& map) {
+  map.num_logical = map.num_experts;
+  if (logical_of_expert.empty()) return;
+  if (logical_of_expert.size() != static_cast<std::size_t>(map.num_experts)) {
+    throw InvalidArgument(base::str("placement.logical_of_expert: expected ", map.num_experts,
+                                    " logical ids (num_experts), got ", logical_of_expert.size()));
+  }
+  std::vector<std::int32_t> num_copies;
+  for (int expert = 0; expert < map.num_experts; ++expert) {
+    const std::int32_t logical = logical_of_expert[static_cast<std::size_t>(expert)];
+    if (logical < 0 || logical >= map.num_experts) {
+      throw InvalidArgument(base::str("placement.logical_of_expert: expected ids in [0, ",
+                                      map.num_experts, "), got ", logical, " for expert ", expert));
+    }
+    const auto at = static_cast<std::size_t>(logical);
+    num_copies.resize(std::max(num_copies.size(), at + 1));
+    ++num_copies[at];
+  }
+  map.num_logical = static_cast<int>(num_copies.size());
+  map.copy_begin.push_back(0);
+  for (std::size_t logical = 0; logical < num_copies.size(); ++logical) {
+    if (num_copies[logical] == 0) {
+      throw InvalidArgument(
+          base::str("placement.logical_of_expert: expected a copy of each of the ", map.num_logical,
+                    " logical experts, got none of ", logical));
+    }
+    map.copy_begin.push_back(map.copy_begin.back() + num_copies[logical]);
+  }
+  map.copies.resize(logical_of_expert.size());
+  std::vector<std::int32_t> next = map.copy_begin;
+  for (std::size_t expert = 0; expert < logical_of_expert.size(); ++expert) {
+    std::int32_t& at = next[static_cast<std::size_t>(logical_of_expert[expert])];
+    map.copies[static_cast<std::size_t>(at++)] = static_cast<std::int32_t>(expert);
+  }
+}
+
 }  // namespace
 
 ExpertMap build_expert_map(const Placement& placement, int num_experts, int num_ranks) {
@@ -52,6 +89,7 @@ ExpertMap build_expert_map(const Placement& placement, int num_experts, int num_
     experts.push_back(expert);
     map.max_local_experts = std::max(map.max_local_experts, static_cast<int>(experts.size()));
   }
+  add_replicas(placement.logical_of_expert, map);
   return map;
 }
 

@@ -21,6 +21,13 @@ struct ExpertRow {
 struct ExpertRows {
   std::vector<std::int64_t> begin;  // [rows+1]; rows run over sources, then their rows
   std::vector<ExpertRow> rows;
+
+  struct LocalId {
+    std::int32_t column;
+    std::int32_t local_expert;
+  };
+  std::vector<LocalId> local_ids = {};       // scratch [K]: of one row
+  std::vector<std::int64_t> last_pair = {};  // scratch [L]: the last pair of each local expert
 };
 
 /// Received ids and weights of one source: `ids` and `weights` [num_rows, K]; `weights` may be

@@ -66,14 +66,14 @@ std::optional<BadId> build(const TensorView& topk_ids, std::int64_t num_tokens,
           continue;
         }
       }
-      if (static_cast<std::uint64_t>(id) >= static_cast<std::uint64_t>(map.num_experts)) {
+      if (static_cast<std::uint64_t>(id) >= static_cast<std::uint64_t>(map.num_logical)) {
         if (!drop) return BadId{token, k, static_cast<std::int64_t>(id)};
         out[k] = -1;
         ++plan.num_dropped;
         continue;
       }
-      out[k] = static_cast<std::int32_t>(id);
-      count = insert_rank(ranks, count, map.rank_of[static_cast<std::size_t>(id)]);
+      out[k] = map.copy_for(static_cast<std::int64_t>(id), plan.source_rank, token);
+      count = insert_rank(ranks, count, map.rank_of[static_cast<std::size_t>(out[k])]);
     }
     for (int i = 0; i < count; ++i) {
       const std::int32_t rank = ranks[i];

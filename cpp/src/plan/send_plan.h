@@ -21,10 +21,11 @@ struct Target {
 /// Routing of one rank's tokens. A token has one target per rank that hosts at least one of its
 /// experts; rows of a rank keep the order of the tokens.
 struct SendPlan {
+  int source_rank = 0;  // whose tokens these are; with replicas the copies depend on it
   std::int64_t num_tokens = 0;
   int top_k = 0;
   std::int64_t capacity = 0;                 // M: stride of tokens_by_rank
-  std::vector<std::int32_t> ids;             // [T, K] as sent; dropped ids are -1
+  std::vector<std::int32_t> ids;             // [T, K] as they travel; dropped ids are -1
   std::vector<std::int64_t> target_begin;    // [T+1] into targets
   std::vector<Target> targets;               // per token, ranks ascending
   std::vector<std::int32_t> rows_per_rank;   // [R]
@@ -51,8 +52,9 @@ struct BadId {
 void reserve_send_plan(SendPlan& plan, const ExpertMap& map, int top_k, std::int64_t max_tokens);
 
 /// Fills `plan` from `topk_ids` [>= num_tokens, K] (int16, int32, int64 or uint32; any row stride).
-/// Targets on inactive ranks are left out. With `drop`, ids >= E become -1 and are counted; without
-/// it the first such id is returned and `plan` is unusable.
+/// With replicas they are logical, and the plan holds the ids of the copies that are picked.
+/// Targets on inactive ranks are left out. With `drop`, ids >= map.num_logical become -1 and are
+/// counted; without it the first such id is returned and `plan` is unusable.
 std::optional<BadId> build_send_plan(const TensorView& topk_ids, std::int64_t num_tokens,
                                      const ExpertMap& map, const std::vector<bool>& active,
                                      bool drop, SendPlan& plan);

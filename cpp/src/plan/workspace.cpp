@@ -7,6 +7,7 @@
 #include "base/format.h"
 #include "fanfold/all_to_all.h"
 #include "fanfold/error.h"
+#include "plan/wire.h"
 
 namespace fanfold::plan {
 namespace {
@@ -22,6 +23,10 @@ class Cursor {
     return offset;
   }
   std::int64_t position() const noexcept { return position_; }
+  /// Leaves a gap up to `offset`, if that lies ahead.
+  void skip_to(std::int64_t offset) noexcept {
+    position_ = std::max(position_, base::align_up(offset, kRegionAlignment));
+  }
 
  private:
   std::int64_t position_ = 0;
@@ -31,40 +36,26 @@ class Cursor {
 /// alignment step, and each row of each payload carries the guard.
 std::int64_t payload_area_bytes(std::int64_t num_rows, std::int64_t row_bytes,
                                 std::int64_t guard) noexcept {
-  const std::int64_t per_row = row_bytes + guard * AllToAll::kMaxPayloads;
-  return num_rows * per_row + kRegionAlignment * AllToAll::kMaxPayloads;
+  constexpr std::int64_t kMaxRegions = AllToAll::kMaxPayloads + 1;  // the scales of a wire, too
+  const std::int64_t per_row = row_bytes + guard * kMaxRegions;
+  return num_rows * per_row + kRegionAlignment * kMaxRegions;
 }
 
 /// Bounds all that the walk adds up from above, in floating point, where no product wraps.
 void check_size(const Workspace& w) {
+  const double tokens = static_cast<double>(w.max_tokens_per_rank) * w.num_ranks;
   const double rows =
-      static_cast<double>(w.max_tokens_per_rank) * w.num_ranks * std::max(1, w.max_local_experts);
+      tokens * std::max(1, w.max_local_experts) + static_cast<double>(w.max_layout_rows);
   const double payload_row = static_cast<double>(w.dispatch_row_bytes) +
                              static_cast<double>(w.row_guard_bytes) * AllToAll::kMaxPayloads;
-  const double combine_row =
-      static_cast<double>(w.combine_row_bytes) * static_cast<double>(w.rows_per_token);
-  const double per_row = 16.0 * w.top_k + 16.0 + 3.0 * payload_row + 4.0 * combine_row;
+  const double combine_row = static_cast<double>(w.combine_row_bytes + w.wire_row_bytes) *
+                             static_cast<double>(w.rows_per_token);
+  const double per_row = 24.0 * w.top_k + 24.0 + 4.0 * payload_row + 4.0 * combine_row;
   if (w.max_in_flight * rows * per_row < 0x1p62) return;
   throw InvalidArgument(base::str("workspace: expected less than 2^62 bytes, got ", w.max_in_flight,
                                   " rounds of ", w.max_tokens_per_rank, " tokens on each of ",
                                   w.num_ranks, " ranks with rows of ", w.dispatch_row_bytes,
                                   " and ", w.combine_row_bytes, " bytes"));
-}
-
-void walk_slot(const AllToAllConfig& config, Workspace& w) {
-  Cursor slot;
-  const std::int64_t rows = w.num_ranks * w.max_tokens_per_rank;
-  w.source_token_offset = slot.take(rows * 4);
-  w.topk_ids_offset = slot.take(rows * w.top_k * 4);
-  w.topk_weights_offset = slot.take(rows * w.top_k * 4);
-  // Gathered rows lie in private memory, where all payloads of all tokens are kept anyway.
-  w.payload_bytes = config.layout == Layout::kGathered
-                        ? 0
-                        : payload_area_bytes(rows, w.dispatch_row_bytes, w.row_guard_bytes);
-  w.payload_offset = slot.take(w.payload_bytes);
-  w.combine_bytes = rows * w.rows_per_token * w.combine_row_bytes;
-  w.combine_offset = slot.take(w.combine_bytes);
-  w.slot_stride = slot.position();
 }
 
 void walk_flags(Workspace& w) {
@@ -73,33 +64,55 @@ void walk_flags(Workspace& w) {
   w.dispatch_flags_offset = flags.take(lines);
   w.combine_flags_offset = flags.take(lines);
   w.ack_flags_offset = flags.take(lines);
+  w.count_flags_offset = flags.take(lines);
   w.flags_stride = flags.position();
 }
 
 void walk_local_slot(const AllToAllConfig& config, Workspace& w) {
   Cursor slot;
-  const bool by_expert = config.layout == Layout::kExpertMajor;
-  const bool broadcast = config.strategy == Strategy::kBroadcast;
+  const bool by_expert = is_per_expert(config.layout);
+  const bool gathered = gathers(config.strategy);
+  const bool flat_copy = config.layout == Layout::kFlat && !stores_flat(config);
   const std::int64_t tokens = w.num_ranks * w.max_tokens_per_rank;
-  const std::int64_t rows = by_expert ? w.max_local_experts * tokens : tokens;
+  const std::int64_t rows = w.max_layout_rows;
   w.local_counts_offset = slot.take(4 * num_counts(w.num_ranks, w.max_local_experts));
   w.local_source_rank_offset = slot.take(rows * 4);
   w.local_source_token_offset = slot.take(rows * 4);
   w.local_weights_offset = slot.take(by_expert ? rows * 4 : 0);
-  w.local_ids_offset = slot.take(broadcast ? tokens * w.top_k * 4 : 0);
-  w.local_gate_offset = slot.take(broadcast ? tokens * w.top_k * 4 : 0);
-  const std::int64_t kept_rows = std::max(by_expert ? rows : 0, broadcast ? tokens : 0);
-  w.local_payload_bytes =
-      kept_rows == 0 ? 0 : payload_area_bytes(kept_rows, w.dispatch_row_bytes, w.row_guard_bytes);
-  // Broadcast needs the gathered rows and, for expert_major, the expanded ones.
-  if (by_expert && broadcast) {
-    w.local_payload_bytes += payload_area_bytes(tokens, w.dispatch_row_bytes, w.row_guard_bytes);
-  }
+  const std::int64_t index_rows = gathered ? tokens : (flat_copy ? rows : 0);
+  w.local_ids_offset = slot.take(index_rows * w.top_k * 4);
+  w.local_gate_offset = slot.take(index_rows * w.top_k * 4);
+  const auto area = [&](std::int64_t num_rows) {
+    return payload_area_bytes(num_rows, w.dispatch_row_bytes, w.row_guard_bytes);
+  };
+  w.local_payload_bytes = by_expert || flat_copy ? area(rows) : 0;
   w.local_payload_offset = slot.take(w.local_payload_bytes);
-  const bool local_results = by_expert || config.layout == Layout::kGathered;
+  w.local_gathered_bytes = gathered ? area(tokens) : 0;
+  w.local_gathered_offset = slot.take(w.local_gathered_bytes);
+  // Results per expert are folded, gathered ones picked, flat ones may have to be spread.
+  const bool local_results = by_expert || flat_copy || config.layout == Layout::kGathered;
   w.local_combine_bytes = local_results ? rows * w.combine_row_bytes : 0;
   w.local_combine_offset = slot.take(w.local_combine_bytes);
+  const bool packs = config.dispatch_wire != Wire::kNone;
+  const std::int64_t blocks = num_wire_blocks(w.dispatch_row_bytes);
+  w.local_wire_offset = slot.take(packs ? w.max_tokens_per_rank * w.dispatch_row_bytes : 0);
+  w.local_wire_scales_offset = slot.take(packs ? w.max_tokens_per_rank * blocks * 4 : 0);
   w.local_slot_stride = slot.position();
+}
+
+}  // namespace
+
+namespace {
+
+/// What the strategies over collectives send from.
+std::int64_t scratch_bytes(const AllToAllConfig& config, const Workspace& w) {
+  if (config.strategy == Strategy::kTwoSided) return 0;
+  if (config.strategy != Strategy::kBatched) return w.store.combine_bytes;
+  const std::int64_t rows = w.num_ranks * w.max_tokens_per_rank;
+  const std::int64_t index_bytes = 4 + std::int64_t{8} * w.top_k;
+  const std::int64_t per_row =
+      std::max({w.dispatch_row_bytes, index_bytes, w.rows_per_token * w.wire_row_bytes});
+  return rows * per_row + w.num_ranks * kRegionAlignment;
 }
 
 }  // namespace
@@ -112,12 +125,78 @@ std::int64_t payload_region_bytes(std::int64_t num_rows, std::int64_t row_stride
   return base::align_up(num_rows * row_stride, kRegionAlignment);
 }
 
+StoreKind store_kind(Strategy strategy) noexcept {
+  switch (strategy) {
+    case Strategy::kOneSided:
+    case Strategy::kLowLatency:
+      return StoreKind::kWindow;
+    case Strategy::kHighThroughput:
+      return StoreKind::kBlocks;
+    default:
+      return StoreKind::kPrivate;
+  }
+}
+
+bool gathers(Strategy strategy) noexcept {
+  return strategy == Strategy::kBroadcast || strategy == Strategy::kGatherScatter;
+}
+
+bool stores_flat(const AllToAllConfig& config) noexcept {
+  switch (config.strategy) {
+    case Strategy::kHighThroughput:
+      return true;
+    case Strategy::kBroadcast:
+    case Strategy::kGatherScatter:
+    case Strategy::kTwoSided:
+      return config.layout == Layout::kFlat;
+    default:
+      return false;
+  }
+}
+
+std::int64_t max_layout_rows(const AllToAllConfig& config, int num_ranks, int max_local_experts) {
+  const std::int64_t tokens = num_ranks * config.max_tokens_per_rank;
+  switch (config.layout) {
+    case Layout::kExpertMajor:
+      return max_local_experts * tokens;
+    case Layout::kFlat:
+      return config.max_recv_rows.value_or(tokens);
+    case Layout::kFlatByExpert: {
+      const std::int64_t per_token = std::min(config.top_k, max_local_experts);
+      const std::int64_t padding = max_local_experts * (config.expert_alignment - 1);
+      return config.max_recv_rows.value_or(tokens * per_token + padding);
+    }
+    default:
+      return tokens;
+  }
+}
+
+Store walk_store(const AllToAllConfig& config, const Workspace& w, std::int64_t num_rows,
+                 std::int64_t min_combine_offset) {
+  Cursor slot;
+  Store store;
+  store.num_rows = num_rows;
+  store.source_token_offset = slot.take(num_rows * 4);
+  store.topk_ids_offset = slot.take(num_rows * w.top_k * 4);
+  store.topk_weights_offset = slot.take(num_rows * w.top_k * 4);
+  // Gathered rows lie where all payloads of all tokens are kept anyway.
+  store.payload_bytes = config.layout == Layout::kGathered || num_rows == 0
+                            ? 0
+                            : payload_area_bytes(num_rows, w.dispatch_row_bytes, w.row_guard_bytes);
+  store.payload_offset = slot.take(store.payload_bytes);
+  slot.skip_to(min_combine_offset);
+  store.combine_bytes = num_rows * w.rows_per_token * w.wire_row_bytes;
+  store.combine_offset = slot.take(store.combine_bytes);
+  store.bytes = slot.position();
+  return store;
+}
+
 Workspace walk_workspace(const AllToAllConfig& config, int num_ranks, int max_local_experts,
                          std::int64_t control_bytes) {
   Workspace w;
   w.num_ranks = num_ranks;
   w.num_experts = config.num_experts;
-  w.max_local_experts = max_local_experts;
+  w.max_local_experts = std::max(max_local_experts, config.max_local_experts);
   w.top_k = config.top_k;
   w.max_tokens_per_rank = config.max_tokens_per_rank;
   w.max_in_flight = config.max_in_flight;
@@ -125,33 +204,55 @@ Workspace walk_workspace(const AllToAllConfig& config, int num_ranks, int max_lo
   w.combine_row_bytes = config.combine_row_bytes.value_or(0);
   w.row_guard_bytes = config.test_knobs.row_guard_bytes;
   w.rows_per_token = config.weighting == Weighting::kOrigin
-                         ? std::max(1, std::min(config.top_k, max_local_experts))
+                         ? std::max(1, std::min(config.top_k, w.max_local_experts))
                          : 1;
+  const DType combine_dtype = config.combine_dtype.value_or(config.dtype);
+  w.wire_row_bytes =
+      config.combine_wire == Wire::kNone
+          ? w.combine_row_bytes
+          : packed_row_bytes(w.combine_row_bytes / size_of(combine_dtype), config.wire_scale);
+  w.max_layout_rows = max_layout_rows(config, num_ranks, w.max_local_experts);
   check_size(w);
   walk_flags(w);
-  walk_slot(config, w);
   walk_local_slot(config, w);
 
-  Cursor local;
+  const StoreKind kind = store_kind(config.strategy);
+  const std::int64_t tokens = num_ranks * config.max_tokens_per_rank;
+  const bool fixed = config.layout == Layout::kFlat && config.max_recv_rows.has_value();
+  // Rows that are seen where they lie: as many as the layout has, all of them in place.
+  const bool in_place = config.layout == Layout::kFlat && stores_flat(config);
+  const std::int64_t stored = in_place ? std::max(tokens, w.max_layout_rows) : tokens;
+  w.store = walk_store(config, w,
+                       kind == StoreKind::kBlocks ? (fixed ? *config.max_recv_rows : 0) : stored);
+  w.slot_stride = w.store.bytes;
   const std::int64_t slots = w.slot_stride * w.max_in_flight;
-  if (config.strategy == Strategy::kBroadcast) {
+  Cursor local;
+  if (kind == StoreKind::kPrivate) {
     w.slot_offset = local.take(slots);
     w.symmetric_bytes = base::align_up(control_bytes, kRegionAlignment);
   } else {
     Cursor window;
     w.control_offset = window.take(control_bytes);
     w.flags_offset = window.take(w.flags_stride * w.max_in_flight);
-    w.slot_offset = window.take(slots);
+    if (kind == StoreKind::kBlocks) {
+      w.counts_offset = window.take(std::int64_t{4} * num_ranks * num_ranks * w.max_in_flight);
+      w.block_bytes = slots;
+    }
+    w.slot_offset = window.position();
+    if (kind == StoreKind::kWindow) window.take(slots);
     w.symmetric_bytes = window.position();
   }
   w.local_slot_offset = local.take(w.local_slot_stride * w.max_in_flight);
-  if (config.strategy == Strategy::kBroadcast) {
-    w.local_scratch_offset = local.take(w.combine_bytes);
+  if (kind == StoreKind::kPrivate) {
+    w.local_scratch_bytes = scratch_bytes(config, w);
+    w.local_scratch_offset = local.take(w.local_scratch_bytes);
     // Without ids every token comes home from every rank.
     const std::int64_t ranks_per_token =
         config.layout == Layout::kGathered ? num_ranks : std::min(num_ranks, config.top_k);
-    const std::int64_t per_token = ranks_per_token * w.rows_per_token;
-    w.local_mine_offset = local.take(w.max_tokens_per_rank * per_token * w.combine_row_bytes);
+    const std::int64_t per_token =
+        config.strategy == Strategy::kBatched ? num_ranks : ranks_per_token;
+    w.local_mine_offset =
+        local.take(w.max_tokens_per_rank * per_token * w.rows_per_token * w.wire_row_bytes);
   }
   w.local_bytes = local.position();
   return w;
@@ -176,13 +277,14 @@ Metainfo Workspace::metainfo() const {
       {"dispatch_flags_offset", dispatch_flags_offset},
       {"combine_flags_offset", combine_flags_offset},
       {"ack_flags_offset", ack_flags_offset},
-      {"source_token_offset", source_token_offset},
-      {"topk_ids_offset", topk_ids_offset},
-      {"topk_weights_offset", topk_weights_offset},
-      {"payload_offset", payload_offset},
-      {"payload_bytes", payload_bytes},
-      {"combine_offset", combine_offset},
-      {"combine_bytes", combine_bytes},
+      {"count_flags_offset", count_flags_offset},
+      {"source_token_offset", store.source_token_offset},
+      {"topk_ids_offset", store.topk_ids_offset},
+      {"topk_weights_offset", store.topk_weights_offset},
+      {"payload_offset", store.payload_offset},
+      {"payload_bytes", store.payload_bytes},
+      {"combine_offset", store.combine_offset},
+      {"combine_bytes", store.combine_bytes},
       {"local_slot_offset", local_slot_offset},
       {"local_slot_stride", local_slot_stride},
       {"local_payload_offset", local_payload_offset},

@@ -10,12 +10,27 @@
 
 namespace fanfold::plan {
 
+/// Where the rows of one slot lie, from the slot's base: those that arrive from the sources, then
+/// those that go home.
+struct Store {
+  std::int64_t num_rows = 0;             // capacity
+  std::int64_t source_token_offset = 0;  // [rows] int32
+  std::int64_t topk_ids_offset = 0;      // [rows, K] int32
+  std::int64_t topk_weights_offset = 0;  // [rows, K] float32
+  std::int64_t payload_offset = 0;       // one region per payload, see `payload_region_bytes`
+  std::int64_t payload_bytes = 0;
+  std::int64_t combine_offset = 0;  // [rows, rows_per_token, combine row]
+  std::int64_t combine_bytes = 0;
+  std::int64_t bytes = 0;
+};
+
 /// Byte counts and offsets. Everything is fixed by the configuration; a round's m moves rows inside
 /// its regions only.
 ///
-/// A window (symmetric memory, strategy one_sided) is: control area, flags, then `max_in_flight`
-/// slots. A slot is: the rows that peers push, then the rows that peers pull. Strategy broadcast
-/// has no window; its slots lie at the start of the private memory, whose other parts follow.
+/// A window (symmetric memory) is: control area, flags, then, for one_sided and low_latency,
+/// `max_in_flight` slots. A slot is a store. The strategies over collectives or channels have their
+/// slots at the start of the private memory, whose other parts follow. high_throughput keeps the
+/// stores of its slots in symmetric memory of their own, which grows with the rows received.
 struct Workspace {
   // What it was made from.
   int num_ranks = 0;
@@ -27,7 +42,9 @@ struct Workspace {
   std::int64_t dispatch_row_bytes = 0;
   std::int64_t combine_row_bytes = 0;
   std::int64_t row_guard_bytes = 0;
-  std::int64_t rows_per_token = 0;  // combine rows that one received row can return
+  std::int64_t rows_per_token = 0;   // combine rows that one received row can return
+  std::int64_t wire_row_bytes = 0;   // most bytes of one combine row as it travels
+  std::int64_t max_layout_rows = 0;  // rows of the layout's tensors
 
   // Window.
   std::int64_t control_offset = 0;
@@ -40,15 +57,11 @@ struct Workspace {
   std::int64_t dispatch_flags_offset = 0;  // [R] lines, by source
   std::int64_t combine_flags_offset = 0;   // [R] lines, by source
   std::int64_t ack_flags_offset = 0;       // [R] lines, by source
-  // From the start of a slot.
-  std::int64_t source_token_offset = 0;  // [R, m] int32
-  std::int64_t topk_ids_offset = 0;      // [R, m, K] int32
-  std::int64_t topk_weights_offset = 0;  // [R, m, K] float32
-  std::int64_t payload_offset = 0;       // one region per payload, see `payload_region_bytes`
-  std::int64_t payload_bytes = 0;
-  std::int64_t combine_offset = 0;  // [R, m, rows_per_token, H]
-  std::int64_t combine_bytes = 0;
+  std::int64_t count_flags_offset = 0;     // [R] lines, by source (high_throughput)
+  std::int64_t counts_offset = 0;          // high_throughput: per slot [R, R] int32, rows by source
+  Store store;                             // high_throughput: as it is at creation
   std::int64_t symmetric_bytes = 0;
+  std::int64_t block_bytes = 0;  // high_throughput: the stores of all slots, as at creation
 
   // Private memory: per slot, from local_slot_offset + slot * local_slot_stride.
   std::int64_t local_slot_offset = 0;
@@ -56,19 +69,24 @@ struct Workspace {
   std::int64_t local_counts_offset = 0;        // rank [R], expert [L], offsets [L+1], rows [1]
   std::int64_t local_source_rank_offset = 0;   // per row of the layout, int32
   std::int64_t local_source_token_offset = 0;  // per row of the layout, int32
-  std::int64_t local_weights_offset = 0;       // expert_major: [L, R*m] float32
-  std::int64_t local_payload_offset = 0;       // expert_major, gathered: rows in the layout
+  std::int64_t local_weights_offset = 0;       // per expert: per row float32
+  std::int64_t local_payload_offset = 0;       // rows in the layout, where the store has them not
   std::int64_t local_payload_bytes = 0;
-  std::int64_t local_combine_offset = 0;  // expert_major, gathered: the experts' results
+  std::int64_t local_gathered_offset = 0;  // broadcast, gather_scatter: every token's rows
+  std::int64_t local_gathered_bytes = 0;
+  std::int64_t local_combine_offset = 0;  // the experts' results, where they do not go home as is
   std::int64_t local_combine_bytes = 0;
-  std::int64_t local_ids_offset = 0;   // broadcast: every token's ids [R*M, K] int32
-  std::int64_t local_gate_offset = 0;  // broadcast: every token's weights [R*M, K] float32
-  // Broadcast: shared by all slots.
-  std::int64_t local_scratch_offset = 0;  // the rows of one rank's combine
-  std::int64_t local_mine_offset = 0;     // rows that came home, by rank
+  std::int64_t local_ids_offset = 0;   // ids [rows, K] int32: of every token, or of flat rows
+  std::int64_t local_gate_offset = 0;  // likewise weights [rows, K] float32
+  std::int64_t local_wire_offset = 0;  // dispatch_wire: this rank's packed rows, then their scales
+  std::int64_t local_wire_scales_offset = 0;
+  // Shared by all slots; strategies without symmetric rows.
+  std::int64_t local_scratch_offset = 0;  // what is sent
+  std::int64_t local_scratch_bytes = 0;
+  std::int64_t local_mine_offset = 0;  // rows that came home, by rank
   std::int64_t local_bytes = 0;
 
-  std::int64_t total_bytes() const noexcept { return symmetric_bytes + local_bytes; }
+  std::int64_t total_bytes() const noexcept { return symmetric_bytes + block_bytes + local_bytes; }
   Metainfo metainfo() const;
 };
 
@@ -78,8 +96,28 @@ std::int64_t num_counts(int num_ranks, int max_local_experts) noexcept;
 /// Bytes between the starts of two payload regions of `num_rows` rows.
 std::int64_t payload_region_bytes(std::int64_t num_rows, std::int64_t row_stride) noexcept;
 
+/// How a strategy keeps received rows.
+enum class StoreKind : std::uint8_t {
+  kWindow,   // in the slots of a symmetric window
+  kBlocks,   // in symmetric memory of its own, as much of it as there are rows
+  kPrivate,  // in private memory
+};
+StoreKind store_kind(Strategy strategy) noexcept;
+/// Whether every rank receives every token's row first.
+bool gathers(Strategy strategy) noexcept;
+/// Whether the rows of the sources follow each other without gaps in the store, rather than at
+/// source * m.
+bool stores_flat(const AllToAllConfig& config) noexcept;
+/// Rows of the layout's tensors at most.
+std::int64_t max_layout_rows(const AllToAllConfig& config, int num_ranks, int max_local_experts);
+
+/// The store of `num_rows` rows. Not below `min_combine_offset`: where its rows that go home begin.
+Store walk_store(const AllToAllConfig& config, const Workspace& workspace, std::int64_t num_rows,
+                 std::int64_t min_combine_offset = 0);
+
 /// The walk. `config` is resolved: strategy, row bytes and combine dtype are set.
-/// `control_bytes` is the size of the control area; for broadcast, of the channel's whole window.
+/// `control_bytes` is the size of the control area; for the strategies whose store is private, of
+/// all their symmetric memory.
 /// @throws InvalidArgument  its size may reach 2^62 bytes.
 Workspace walk_workspace(const AllToAllConfig& config, int num_ranks, int max_local_experts,
                          std::int64_t control_bytes);

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// What the AllToAlls of one workspace share: one of them, or several.
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "exchange/exchange.h"
+
+namespace fanfold::api {
+
+/// The order of rounds of one workspace, and how it fails. Slots are counted over all its members:
+/// round n of any of them uses slot n mod max_in_flight.
+///
+/// Threads: as AllToAll, except where a function says more.
+class Session {
+ public:
+  using Member = std::shared_ptr<exchange::Exchange>;
+
+  Session(std::uint64_t first_epoch, int max_in_flight)
+      : first_epoch_(first_epoch),
+        next_epoch_(first_epoch),
+        slot_users_(static_cast<std::size_t>(max_in_flight)) {}
+
+  /// A call on one of the members; false when another thread is inside one. Any thread.
+  bool begin_call() noexcept { return !is_busy_.exchange(true, std::memory_order_acquire); }
+  void end_call() noexcept { is_busy_.store(false, std::memory_order_release); }
+
+  std::int64_t next_round() const noexcept {
+    return static_cast<std::int64_t>(next_epoch_ - first_epoch_);
+  }
+  std::uint64_t next_epoch() const noexcept { return next_epoch_; }
+  std::uint64_t first_epoch() const noexcept { return first_epoch_; }
+  /// The slot of `member` for the next round.
+  /// @throws InvalidState  it holds an open round, of whichever member.
+  exchange::Slot& next_slot(const Member& member) const;
+  /// Waits for peers that still hold a round that was released in that slot.
+  void settle_next_slot(base::Deadline deadline);
+  /// The next round begins, as one of `member`.
+  void use_next_slot(const Member& member) { slot_users_[next_index()] = member; }
+  void count_round() noexcept { ++next_epoch_; }
+  /// Forgets all rounds; the next one has `epoch`.
+  void end_rounds() noexcept;
+  void restart(std::uint64_t epoch) noexcept { next_epoch_ = epoch; }
+  /// A slot with an open round, of any member.
+  struct OpenRound {
+    Member member;
+    const exchange::Slot* slot = nullptr;  // null: none is open
+  };
+  OpenRound open_round() const noexcept;
+
+  /// The number of the next member, in order of creation.
+  std::uint16_t num_made() const noexcept { return num_made_; }
+  // Any thread, these:
+  void add(const Member& member);
+  /// Returns whether it was the last.
+  bool remove(const Member& member) noexcept;
+  std::vector<Member> members() const;
+  void fail(std::exception_ptr failure) noexcept;
+  void heal() noexcept { fail(nullptr); }
+  bool has_failed() const noexcept { return has_failed_.load(std::memory_order_acquire); }
+  std::exception_ptr failure() const noexcept;
+
+ private:
+  std::size_t next_index() const noexcept {
+    return static_cast<std::size_t>(next_round()) % slot_users_.size();
+  }
+
+  std::atomic<bool> is_busy_{false};
+  std::uint64_t first_epoch_;
+  std::uint64_t next_epoch_;
+  std::vector<Member> slot_users_;  // by slot: whose round is or was the last there; null: none
+  std::uint16_t num_made_ = 0;
+  std::atomic<bool> has_failed_{false};
+  mutable std::mutex mutex_;  // guards members_ and failure_
+  std::vector<Member> members_;
+  std::exception_ptr failure_;
+};
+
+}  // namespace fanfold::api

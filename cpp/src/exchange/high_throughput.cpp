@@ -1,0 +1,399 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Strategy high_throughput: the ranks tell each other how many rows they will send, so that every
+// rank knows the place of each row among all the rows of its destination, and each destination has
+// memory for exactly as many. Then rows move as one_sided moves them.
+//
+// Before rows move, the ranks take steps together: one tells the counts, and, in a round that needs
+// more memory than any before, another says whether every rank has it. In a step each rank
+// publishes a flag in every peer's window and waits for theirs. Consecutive steps use different
+// lines: p raises its flag of step k + 2 after it has read mine of step k + 1, which I raised after
+// I had read p's of step k. A later round begins with either line free, since it begins after the
+// earlier one has ended on both sides.
+//
+// Memory of the rows: address space for all rows that can ever come is reserved at creation, and
+// takes up memory only where it has been touched. So a store grows without moving: peers need not
+// map it anew, views of earlier rounds stay valid, and ranks that are masked out are not asked. The
+// rows that arrive lie at the start of a slot, as dense as the round's number of rows allows; those
+// that go home begin at an offset that never changes, so that rows of a later round, pushed as soon
+// as their own rank has left the earlier one, never meet results that a third rank still pulls.
+
+#include <algorithm>
+#include <new>
+#include <utility>
+
+#include "base/format.h"
+#include "comm/communicator_impl.h"
+#include "comm/control.h"
+#include "exchange/window_exchange.h"
+#include "fanfold/error.h"
+
+namespace fanfold::exchange {
+namespace {
+
+/// Bytes at the two ends of a slot.
+struct Room {
+  std::int64_t arriving = 0;
+  std::int64_t leaving = 0;
+
+  static Room of(const plan::Store& store) noexcept {
+    return {base::align_up(store.payload_offset + store.payload_bytes, 128),
+            base::align_up(store.combine_bytes, 128)};
+  }
+  std::int64_t bytes() const noexcept { return arriving + leaving; }
+  bool holds(const Room& other) const noexcept {
+    return arriving >= other.arriving && leaving >= other.leaving;
+  }
+};
+
+Room larger_of(const Room& a, const Room& b) noexcept {
+  return {std::max(a.arriving, b.arriving), std::max(a.leaving, b.leaving)};
+}
+
+/// The slots of the exchanges of one workspace, and what all active ranks know of them.
+struct Blocks {
+  comm::Windows windows;            // by rank
+  std::int64_t combine_offset = 0;  // from a slot's base
+  std::int64_t stride = 0;          // between slots
+  Room initial;                     // of each slot, at creation
+  std::vector<Room> agreed;         // by slot: what every active rank has
+  std::vector<Room> held;           // by slot: what this rank has
+  std::uint32_t mask_digest = 0;    // of the ranks that agreed
+  std::uint32_t num_steps = 0;      // taken for the next round
+};
+
+class HighThroughput final : public WindowExchange {
+ public:
+  HighThroughput(Setup setup, base::Deadline deadline);
+
+  std::int64_t workspace_bytes() const override;
+  void dispatch_send(Slot& slot, const DispatchCall& call) override;
+  void dispatch_recv(Slot& slot, base::Deadline deadline) override;
+  std::uint64_t reset(std::uint64_t max_epoch, base::Deadline deadline) override;
+  void close(base::Deadline deadline) override;
+  void detach() noexcept override;
+  bool owns(const void* data) const noexcept override;
+
+ private:
+  std::byte* base_of(const Slot& slot, int rank) const noexcept override {
+    return bases_[static_cast<std::size_t>(rank)] + slot.index * stride_;
+  }
+  std::int64_t first_row_on(const Slot& slot, int rank) const noexcept override;
+  const std::int32_t* stored_counts(const Slot& slot) override;
+
+  /// Whether the store has as many rows as the layout, however many come.
+  bool is_fixed() const noexcept {
+    return config().layout == Layout::kFlat && config().max_recv_rows.has_value();
+  }
+  const std::vector<std::int32_t>& matrix(const Slot& slot) const noexcept {
+    return slot.routing ? slot.routing->rows_matrix : slot.rows_matrix;
+  }
+  std::int64_t rows_between(const Slot& slot, int source, int destination) const noexcept {
+    return matrix(slot)[static_cast<std::size_t>(std::int64_t{source} * num_ranks() + destination)];
+  }
+  /// Row counts of `source` for each rank, in `window`'s window.
+  std::int32_t* count_row(const Slot& slot, int window, int source) const noexcept {
+    const std::int64_t row = std::int64_t{slot.index} * num_ranks() + source;
+    return reinterpret_cast<std::int32_t*>(window_of(window) + workspace_.counts_offset) +
+           row * num_ranks();
+  }
+  void forget_agreed();
+  std::int64_t step(const Slot& slot, exec::FlagFields mine, base::Deadline deadline);
+  void check_same(const Slot& slot, const exec::FlagFields& mine, int peer,
+                  const exec::FlagFields& got);
+  void exchange_counts(Slot& slot, base::Deadline deadline);
+  void place_store(Slot& slot, base::Deadline deadline);
+  void make_room(const Slot& slot, const Room& needed, base::Deadline deadline);
+  std::int64_t agree(const Slot& slot, const Room& wanted, base::Deadline deadline);
+  bool touch_own(const Slot& slot, const Room& room);
+  void touch(const Slot& slot, int rank, const Room& room) const;
+  void prune(Slot& slot) const;
+
+  std::shared_ptr<Blocks> blocks_;
+  std::vector<std::byte*> bases_;  // of slot 0, by rank
+  std::int64_t stride_ = 0;
+  std::vector<std::int32_t> kept_counts_;  // scratch [R]
+};
+
+HighThroughput::HighThroughput(Setup setup, base::Deadline deadline)
+    : WindowExchange(std::move(setup), deadline) {
+  const std::int64_t max_rows =
+      is_fixed() ? *config().max_recv_rows : num_ranks() * workspace_.max_tokens_per_rank;
+  const plan::Store most = plan::walk_store(config(), workspace_, max_rows);
+  if (setup_.workspace_of != nullptr) {
+    blocks_ = static_cast<const HighThroughput&>(*setup_.workspace_of).blocks_;
+    const Room room{blocks_->combine_offset, blocks_->stride - blocks_->combine_offset};
+    if (!room.holds(Room::of(most))) {
+      throw InvalidArgument(base::str(
+          "workspace_of: rows of a slot: needed room for ", Room::of(most).arriving, " and ",
+          Room::of(most).leaving, " bytes, ", setup_.workspace_of->what(), " has room for ",
+          room.arriving, " and ", room.leaving,
+          "; give the first of them the larger sizes (hidden, top_k, max_tokens_per_rank, "
+          "dispatch_row_bytes, combine_row_bytes)"));
+    }
+  } else {
+    blocks_ = std::make_shared<Blocks>();
+    blocks_->combine_offset = most.combine_offset;
+    blocks_->stride = most.bytes;
+    comm::Group& group = setup_.communicator->group();
+    const std::int64_t bytes = std::max<std::int64_t>(1, most.bytes * workspace_.max_in_flight);
+    blocks_->windows =
+        is_fixed() ? group.share_windows(bytes, deadline) : group.reserve_windows(bytes, deadline);
+    if (is_fixed()) blocks_->initial = Room::of(most);
+    blocks_->held.assign(slots_.size(), blocks_->initial);
+    forget_agreed();
+  }
+  stride_ = blocks_->stride;
+  for (const auto& window : blocks_->windows) bases_.push_back(window->data());
+  kept_counts_.resize(static_cast<std::size_t>(num_ranks()));
+  keep(std::make_shared<comm::Windows>(blocks_->windows));
+}
+
+/// What was agreed holds among the ranks that agreed.
+void HighThroughput::forget_agreed() {
+  blocks_->agreed.assign(slots_.size(), blocks_->initial);
+  blocks_->mask_digest = mask_digest_;
+}
+
+std::int64_t HighThroughput::workspace_bytes() const {
+  std::int64_t bytes = workspace_.symmetric_bytes + workspace_.local_bytes;
+  if (blocks_ == nullptr) return bytes;
+  for (const Room& room : blocks_->held) bytes += room.bytes();
+  return bytes;
+}
+
+std::int64_t HighThroughput::first_row_on(const Slot& slot, int rank) const noexcept {
+  std::int64_t row = 0;
+  for (int source = 0; source < rank_; ++source) row += rows_between(slot, source, rank);
+  return row;
+}
+
+const std::int32_t* HighThroughput::stored_counts(const Slot& slot) {
+  if (!is_fixed()) return counts(slot);
+  for (std::size_t source = 0; source < kept_counts_.size(); ++source) {
+    kept_counts_[source] = static_cast<std::int32_t>(kept_rows(slot, source));
+  }
+  return kept_counts_.data();
+}
+
+/// Where two ranks differ every rank differs from one of them, so all of them throw: those that
+/// wait for rows already learn of it from this rank's dispatch flag.
+void HighThroughput::check_same(const Slot& slot, const exec::FlagFields& mine, int peer,
+                                const exec::FlagFields& got) {
+  const std::string difference = exec::difference(mine, rank_, got, peer);
+  if (difference.empty()) return;
+  announce(slot, workspace_.dispatch_flags_offset, slot.sent);
+  throw InvalidArgument(base::str(what(), ": dispatch of round ", slot.round,
+                                  " differs between ranks: ", difference,
+                                  "; call reset() on every rank"));
+}
+
+/// Takes one step with all active ranks. Returns the lowest rank whose flag carries rows, -1: none.
+std::int64_t HighThroughput::step(const Slot& slot, exec::FlagFields mine,
+                                  base::Deadline deadline) {
+  // Above all epochs, and apart from those of acknowledgements, whose lines are used here.
+  constexpr std::uint64_t kStepBit = std::uint64_t{1} << 63;
+  const std::uint32_t number = blocks_->num_steps++;
+  mine.epoch = slot.epoch | kStepBit | (std::uint64_t{number % (1U << 15)} << 48);
+  const std::int64_t offset =
+      number % 2 == 0 ? workspace_.count_flags_offset : workspace_.ack_flags_offset;
+  std::int64_t first = mine.num_rows != 0 ? rank_ : -1;
+  announce(slot, offset, mine);
+  for (int i = 1; i < num_ranks(); ++i) {
+    const int peer = (rank_ + num_ranks() - i) % num_ranks();
+    if (!active_[static_cast<std::size_t>(peer)]) continue;
+    const exec::FlagLine& flag = *line(slot, offset, rank_, peer);
+    // Who sends rows without this step makes another call.
+    const exec::FlagLine& rows = *line(slot, workspace_.dispatch_flags_offset, rank_, peer);
+    const auto is_there = [&] { return exec::has_arrived(flag, mine.epoch); };
+    const auto has_skipped = [&] { return exec::has_arrived(rows, slot.epoch); };
+    const comm::WaitFor target{peer, "dispatch", slot.round};
+    control().wait([&] { return is_there() || has_skipped(); }, target, deadline);
+    hook_.step();
+    if (!is_there()) {
+      check_same(slot, slot.sent, peer, exec::read(rows));
+      control().wait(is_there, target, deadline);
+    }
+    const exec::FlagFields got = exec::read(flag);
+    check_same(slot, mine, peer, got);
+    if (got.num_rows != 0 && (first < 0 || peer < first)) first = peer;
+  }
+  return first;
+}
+
+void HighThroughput::exchange_counts(Slot& slot, base::Deadline deadline) {
+  const auto ranks = static_cast<std::size_t>(num_ranks());
+  const std::vector<std::int32_t>& mine = slot.own_plan.rows_per_rank;
+  const auto row_of = [&](int source) {
+    return slot.rows_matrix.begin() + std::int64_t{source} * num_ranks();
+  };
+  slot.rows_matrix.assign(ranks * ranks, 0);
+  std::copy(mine.begin(), mine.end(), row_of(rank_));
+  for (int peer = 0; peer < num_ranks(); ++peer) {
+    if (peer == rank_ || !active_[static_cast<std::size_t>(peer)]) continue;
+    // The peer has read those of the round before: it has ended that round. Release: the flag.
+    std::copy(mine.begin(), mine.end(), count_row(slot, peer, rank_));
+    hook_.step();
+  }
+  (void)step(slot, slot.sent, deadline);
+  for (int peer = 0; peer < num_ranks(); ++peer) {
+    if (peer == rank_ || !active_[static_cast<std::size_t>(peer)]) continue;
+    std::copy_n(count_row(slot, rank_, peer), ranks, row_of(peer));
+  }
+}
+
+void HighThroughput::touch(const Slot& slot, int rank, const Room& room) const {
+  const base::Mapping& window = *blocks_->windows[static_cast<std::size_t>(rank)];
+  const std::int64_t base = slot.index * stride_;
+  window.touch(base, room.arriving);
+  window.touch(base + blocks_->combine_offset, room.leaving);
+}
+
+bool HighThroughput::touch_own(const Slot& slot, const Room& room) {
+  const std::int64_t limit = config().test_knobs.max_store_bytes;
+  if (limit >= 0 && room.bytes() > limit) return false;
+  try {
+    touch(slot, rank_, room);
+  } catch (const std::bad_alloc&) {
+    return false;
+  } catch (const SystemFailure&) {
+    return false;
+  }
+  Room& held = blocks_->held[static_cast<std::size_t>(slot.index)];
+  held = larger_of(held, room);
+  return true;
+}
+
+/// Returns the lowest rank that has no memory for `wanted`, -1: all have it now.
+std::int64_t HighThroughput::agree(const Slot& slot, const Room& wanted, base::Deadline deadline) {
+  exec::FlagFields mine = slot.sent;
+  mine.num_rows = touch_own(slot, wanted) ? 0 : 1;
+  const std::int64_t refused_by = step(slot, mine, deadline);
+  if (refused_by >= 0) return refused_by;
+  blocks_->agreed[static_cast<std::size_t>(slot.index)] = wanted;
+  for (int peer = 0; peer < num_ranks(); ++peer) {
+    if (peer == rank_ || !active_[static_cast<std::size_t>(peer)]) continue;
+    try {
+      touch(slot, peer, wanted);  // only saves faults while rows are pushed
+    } catch (const std::bad_alloc&) {
+    } catch (const SystemFailure&) {
+    }
+  }
+  return -1;
+}
+
+/// Every rank knows `needed`, from the same counts, and what is agreed: all of them get here, or
+/// none. A later round of the same size finds its memory.
+void HighThroughput::make_room(const Slot& slot, const Room& needed, base::Deadline deadline) {
+  const Room& agreed = blocks_->agreed[static_cast<std::size_t>(slot.index)];
+  if (agreed.holds(needed)) return;
+  const Room exact = larger_of(agreed, needed);
+  const auto with_reserve = [](std::int64_t old, std::int64_t target, std::int64_t most) {
+    return target == old ? old : std::min(most, std::max(target, old + old / 4));
+  };
+  const Room wanted{with_reserve(agreed.arriving, exact.arriving, blocks_->combine_offset),
+                    with_reserve(agreed.leaving, exact.leaving, stride_ - blocks_->combine_offset)};
+  std::int64_t refused_by = agree(slot, wanted, deadline);
+  if (refused_by >= 0 && !exact.holds(wanted)) refused_by = agree(slot, exact, deadline);
+  if (refused_by < 0) return;
+  throw CapacityExceeded(base::str(
+      what(), ": dispatch of round ", slot.round, ": expected memory for ", slot.store.num_rows,
+      " rows (", needed.bytes(), " bytes) on every rank, rank ", refused_by,
+      " has not got it; no row was sent and the round has not begun, on any rank"));
+}
+
+void HighThroughput::place_store(Slot& slot, base::Deadline deadline) {
+  std::int64_t most = 0;
+  for (int rank = 0; rank < num_ranks(); ++rank) {
+    std::int64_t rows = 0;
+    for (int source = 0; source < num_ranks(); ++source) rows += rows_between(slot, source, rank);
+    most = std::max(most, rows);
+  }
+  slot.store = plan::walk_store(config(), workspace_, is_fixed() ? *config().max_recv_rows : most,
+                                blocks_->combine_offset);
+  make_room(slot, Room::of(slot.store), deadline);
+  place_payloads(slot);
+}
+
+/// Leaves out the rows that would lie beyond their destination's store. What they would have
+/// brought home is missing from the sums, as it is where rows are dropped on arrival.
+void HighThroughput::prune(Slot& slot) const {
+  plan::SendPlan& plan = slot.own_plan;
+  bool is_full = false;
+  for (int rank = 0; rank < num_ranks(); ++rank) {
+    std::int32_t& rows = plan.rows_per_rank[static_cast<std::size_t>(rank)];
+    const std::int64_t room = std::clamp(slot.store.num_rows - first_row_on(slot, rank),
+                                         std::int64_t{0}, std::int64_t{rows});
+    is_full = is_full || room < rows;
+    rows = static_cast<std::int32_t>(room);
+  }
+  if (!is_full) return;
+  std::size_t kept = 0;
+  std::int64_t begin = 0;
+  for (std::int64_t token = 0; token < plan.num_tokens; ++token) {
+    std::int64_t& end = plan.target_begin[static_cast<std::size_t>(token) + 1];
+    for (std::int64_t i = begin; i < end; ++i) {
+      const plan::Target target = plan.targets[static_cast<std::size_t>(i)];
+      if (target.row >= plan.rows_per_rank[static_cast<std::size_t>(target.rank)]) continue;
+      plan.targets[kept++] = target;
+    }
+    begin = end;
+    end = static_cast<std::int64_t>(kept);
+  }
+  plan.targets.resize(kept);
+}
+
+// Along a routing nobody waits for anybody here, unless memory must grow: that the peers have left
+// the slot's last round, its combine flags have said, as in one_sided; where rows go, and that
+// there is room, the routing's counts say.
+void HighThroughput::dispatch_send(Slot& slot, const DispatchCall& call) {
+  if (blocks_->mask_digest != mask_digest_) forget_agreed();
+  slot.sent = dispatch_fields(slot);
+  if (!slot.routing) exchange_counts(slot, call.deadline);
+  place_store(slot, call.deadline);
+  blocks_->num_steps = 0;
+  if (!slot.routing && is_fixed()) prune(slot);  // a routing keeps the pruned plan
+  push(slot, call);
+}
+
+void HighThroughput::dispatch_recv(Slot& slot, base::Deadline deadline) {
+  await_rows(slot, deadline);
+  // With those that were not sent for lack of room.
+  for (int source = 0; source < num_ranks(); ++source) {
+    counts(slot)[source] = static_cast<std::int32_t>(rows_between(slot, source, rank_));
+  }
+  finish_dispatch(slot);
+}
+
+// A rank that was left out, or whose last step failed, may know of other agreements. A dispatch
+// whose steps failed has used the epoch after `max_epoch`.
+std::uint64_t HighThroughput::reset(std::uint64_t max_epoch, base::Deadline deadline) {
+  forget_agreed();
+  blocks_->num_steps = 0;
+  return WindowExchange::reset(max_epoch + 1, deadline);
+}
+
+void HighThroughput::detach() noexcept {
+  blocks_.reset();
+  WindowExchange::detach();
+}
+
+void HighThroughput::close(base::Deadline deadline) {
+  WindowExchange::close(deadline);
+  blocks_.reset();
+}
+
+bool HighThroughput::owns(const void* data) const noexcept {
+  const auto* at = static_cast<const std::byte*>(data);
+  const std::int64_t bytes = stride_ * workspace_.max_in_flight;
+  const auto inside = [&](const std::byte* base) { return at >= base && at < base + bytes; };
+  return WindowExchange::owns(data) || std::any_of(bases_.begin(), bases_.end(), inside);
+}
+
+}  // namespace
+
+std::shared_ptr<Exchange> make_high_throughput(Setup setup, base::Deadline deadline) {
+  return std::make_shared<HighThroughput>(std::move(setup), deadline);
+}
+
+}  // namespace fanfold::exchange

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "exchange/shared_window.h"
+
+#include <utility>
+
+#include "comm/communicator_impl.h"
+#include "memory/symmetric_block.h"
+
+namespace fanfold::exchange {
+
+SharedWindow::SharedWindow(const Setup& setup, std::int64_t bytes, std::int64_t zero_bytes,
+                           base::Deadline deadline)
+    : communicator_(setup.communicator),
+      allocator_(setup.allocator != nullptr ? *setup.allocator : Allocator(*setup.handle)),
+      owns_allocator_(setup.allocator == nullptr),
+      memory_(allocator_.allocate(bytes, zero_bytes,
+                                  std::chrono::nanoseconds(deadline.remaining_ns()))) {
+  for (int rank = 0; rank < memory_.num_ranks(); ++rank) bases_.push_back(memory_.data(rank));
+  control_ =
+      std::make_unique<comm::Control>(communicator_->group(), memory_.block()->windows, setup.what);
+}
+
+SharedWindow::~SharedWindow() { leave(); }
+
+void SharedWindow::leave() noexcept {
+  if (std::exchange(left_, true) || communicator_->group().is_forked_child()) return;
+  control_->mark_left();
+}
+
+void SharedWindow::close(base::Deadline deadline) {
+  leave();
+  control_->wait_all_left(deadline);
+  // A window that somebody still looks at is not handed out again: it goes with its last view.
+  if (memory_.block().use_count() == 1) allocator_.free(memory_);
+  memory_ = SymmetricMemory();
+  if (owns_allocator_) allocator_.trim();
+}
+
+SharedChannel make_channel(const Setup& setup, base::Deadline deadline) {
+  comm::Group& group = setup.communicator->group();
+  SharedChannel made;
+  if (setup.allocator == nullptr) {
+    made.channel = comm::Channel::create(group, setup.what, deadline);
+    return made;
+  }
+  const std::int64_t bytes = comm::Channel::window_bytes(group.num_ranks());
+  made.allocator = *setup.allocator;
+  made.memory =
+      made.allocator->allocate(bytes, bytes, std::chrono::nanoseconds(deadline.remaining_ns()));
+  made.channel = std::make_shared<comm::Channel>(group, made.memory.block()->windows, setup.what);
+  return made;
+}
+
+void SharedChannel::close(base::Deadline deadline) {
+  channel->close(deadline);
+  channel.reset();
+  if (allocator) allocator->free(memory);
+  memory = SymmetricMemory();
+}
+
+}  // namespace fanfold::exchange

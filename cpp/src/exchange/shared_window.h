@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Symmetric memory of the AllToAlls of one workspace: one of them, or several that share it.
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "base/clock.h"
+#include "comm/channel.h"
+#include "comm/control.h"
+#include "exchange/exchange.h"
+#include "fanfold/allocator.h"
+
+namespace fanfold::exchange {
+
+/// A window per rank that begins with a control area. This rank leaves when the last exchange that
+/// uses it is gone, or at `close`.
+class SharedWindow {
+ public:
+  /// Collective. From the allocator of `setup`, where one is given; zero in the first `zero_bytes`.
+  SharedWindow(const Setup& setup, std::int64_t bytes, std::int64_t zero_bytes,
+               base::Deadline deadline);
+  ~SharedWindow();
+  SharedWindow(const SharedWindow&) = delete;
+  SharedWindow& operator=(const SharedWindow&) = delete;
+
+  comm::Control& control() const noexcept { return *control_; }
+  /// Starts of all ranks' windows; index = rank.
+  const std::vector<std::byte*>& bases() const noexcept { return bases_; }
+  /// Keeps the windows mapped while held. Empty after `close`.
+  const SymmetricMemory& memory() const noexcept { return memory_; }
+  Allocator& allocator() noexcept { return allocator_; }
+  /// Tells the peers that this rank uses the windows no more. Idempotent, never waits.
+  void leave() noexcept;
+  /// Collective: waits until every active rank has left, then gives the memory back.
+  /// @throws PeerTimeout
+  void close(base::Deadline deadline);
+
+ private:
+  std::shared_ptr<Communicator::Impl> communicator_;
+  Allocator allocator_;
+  bool owns_allocator_;
+  SymmetricMemory memory_;
+  std::vector<std::byte*> bases_;
+  std::unique_ptr<comm::Control> control_;
+  bool left_ = false;
+};
+
+/// A channel of the group for the strategies over collectives. Copies share it.
+struct SharedChannel {
+  std::shared_ptr<comm::Channel> channel;
+  // Where an allocator was given:
+  std::optional<Allocator> allocator;
+  SymmetricMemory memory;
+
+  /// Collective: waits until every rank has closed it, then gives the memory back.
+  void close(base::Deadline deadline);
+};
+
+/// Collective.
+SharedChannel make_channel(const Setup& setup, base::Deadline deadline);
+
+}  // namespace fanfold::exchange
