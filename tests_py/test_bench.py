@@ -21,7 +21,16 @@ sys.path.insert(0, str(TOOLS))
 
 from fanfold_bench import cli, machine, results, routing, stats  # noqa: E402
 from fanfold_bench.baselines.grouping import group_picks  # noqa: E402
-from fanfold_bench.cases import BEST_OF, PRESETS, Case, expand_against, preset_cases  # noqa: E402
+from fanfold_bench.cases import (  # noqa: E402
+    BEST_OF,
+    EVERY_STRATEGY,
+    PRESETS,
+    Case,
+    Variant,
+    expand_against,
+    parse_variant,
+    preset_cases,
+)
 from fanfold_bench.clock import HOT, MEET, Clock, page_bytes  # noqa: E402
 from fanfold_bench.load import busy_ns  # noqa: E402
 
@@ -251,9 +260,12 @@ class TestCommandLine:
 
 @pytest.mark.multiproc
 def test_smoke_measures_fanfold_the_floor_and_gloo(tmp_path: Path) -> None:
-    out = tmp_path / "smoke.json"
+    out, picture = tmp_path / "smoke.json", tmp_path / "smoke.png"
     done = subprocess.run(
-        [sys.executable, "-m", "fanfold_bench", "--smoke", "--json", str(out)],
+        [
+            *(sys.executable, "-m", "fanfold_bench", "--smoke", "--json", str(out)),
+            *("--against", "gloo_batched", "gloo_best", "strategies", "--plot", str(picture)),
+        ],
         env={**os.environ, "PYTHONPATH": str(TOOLS)},
         cwd=tmp_path,
         capture_output=True,
@@ -267,6 +279,28 @@ def test_smoke_measures_fanfold_the_floor_and_gloo(tmp_path: Path) -> None:
     assert doc["strategy"] == "one_sided"
     assert doc["round_us"]["p50"] > 0
     assert doc["floor"]["by_store"].keys() == {"ordinary", "non_temporal", "interleaved"}
-    assert {"gloo_batched", "gloo_best", *BEST_OF} == doc["baselines"].keys()
+    assert {"gloo_batched", "gloo_best", *BEST_OF, *EVERY_STRATEGY} == doc["baselines"].keys()
+    ours = [doc["baselines"][name] for name in EVERY_STRATEGY]
+    assert all(entry["rows"] > 0 and entry["memory_bytes"] > 0 for entry in ours)
     assert doc["ratio"] > 0
     assert "Compared with" in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+class TestVariants:
+    def test_a_name_gives_strategy_layout_and_wire(self) -> None:
+        assert parse_variant("fanfold_two_sided", "flat") == Variant("two_sided", "flat")
+        name = "fanfold_low_latency.expert_major.fp8"
+        assert parse_variant(name, "flat") == Variant("low_latency", "expert_major", fp8=True)
+        assert all(parse_variant(each, "flat").name == each for each in EVERY_STRATEGY)
+
+    @pytest.mark.parametrize(
+        "name", ["fanfold_deepep", "fanfold_batched.sideways", "fanfold_batched.flat.fp4"]
+    )
+    def test_an_unknown_name_is_refused_with_those_known(self, name: str) -> None:
+        with pytest.raises(ValueError, match=r"one_sided, .* rank_major, .*got fanfold_"):
+            expand_against([name])
+
+    def test_strategies_stands_for_each_of_them(self) -> None:
+        names, schemes = expand_against(["gloo_batched", "strategies"])
+        assert names == schemes == ["gloo_batched", *EVERY_STRATEGY]

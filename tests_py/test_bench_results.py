@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
-from fanfold_bench import acceptance, cli, machine, report, results  # noqa: E402
+from fanfold_bench import acceptance, cli, machine, plot, report, results, strategy_goals  # noqa: E402
 from fanfold_bench.cases import BEST_OF, PRESETS, Case, preset_cases  # noqa: E402
 
 
@@ -29,7 +29,8 @@ def phases(dispatch: float, combine: float) -> dict[str, Any]:
 
 def a_baseline(microseconds: float, noisy: bool = False) -> dict[str, Any]:
     entry = phases(microseconds * 0.6, microseconds * 0.4)
-    return {**entry, "rounds": 50, "foreign_load": 0.1, "noisy": noisy, "regime": "FAR"}
+    more = {"rounds": 50, "foreign_load": 0.1, "noisy": noisy, "regime": "FAR"}
+    return {**entry, **more, "wire_bytes": [1000, 800]}
 
 
 def a_result(case: Case, round_us: float = 18.0, regime: str = "FAR") -> dict[str, Any]:
@@ -174,3 +175,61 @@ class TestDocument:
         for part in ("SPDX", doc["machine"]["cpu"], "`abc`", "`c`", "## Goals", "190.0x", "FAR"):
             assert part in text
         assert report.microseconds(12345.6) == "12346"
+
+
+def an_entry(microseconds: float, rows: int = 100, sent: int = 1000) -> dict[str, Any]:
+    return {**a_baseline(microseconds), "rows": rows, "wire_bytes": [sent, sent], "memory_bytes": 1}
+
+
+class TestStrategyGoals:
+    def judged(self, tokens: int, hidden: int, **entries: dict[str, Any]) -> dict[str, str]:
+        result = a_result(Case(tokens=tokens, hidden=hidden))
+        result["baselines"] = {name.replace("__", "."): entry for name, entry in entries.items()}
+        return {line.what: line.verdict for line in strategy_goals.judge([result])}
+
+    def test_a_ratio_of_times_is_judged(self) -> None:
+        for took, verdict in ((9.0, "pass"), (11.0, "FAIL")):
+            lines = self.judged(
+                32, 2048, gloo_batched=an_entry(400), fanfold_one_sided__expert_major=an_entry(took)
+            )
+            assert lines == {"one_sided.expert_major times as fast as gloo_batched": verdict}
+
+    def test_rows_per_second_count_the_rows_of_the_layout(self) -> None:
+        lines = self.judged(
+            4096,
+            2048,
+            fanfold_one_sided__rank_major=an_entry(100, rows=100),
+            fanfold_high_throughput__flat_by_expert=an_entry(300, rows=200),
+        )
+        assert list(lines.values()) == ["pass"]  # 2 / 3 of the rows per second
+
+    def test_bytes_may_not_exceed_their_limit(self) -> None:
+        for sent, verdict in ((550, "pass"), (560, "FAIL")):
+            lines = self.judged(
+                128,
+                7168,
+                fanfold_one_sided__expert_major=an_entry(100),
+                fanfold_low_latency__expert_major__fp8=an_entry(90, sent=sent),
+            )
+            assert list(lines.values()) == [verdict, "pass"]
+
+    def test_what_was_not_measured_is_missing(self) -> None:
+        lines = self.judged(1, 2048, fanfold_broadcast__gathered=an_entry(10))
+        assert list(lines.values()) == ["missing"]
+
+
+def test_the_picture_has_a_line_per_strategy(tmp_path: Path) -> None:
+    cases = []
+    for tokens in (1, 8):
+        result = a_result(Case(tokens=tokens))
+        result["baselines"] = {"fanfold_batched.expert_major": an_entry(10.0 * tokens)}
+        cases.append(result)
+    series = plot.series_by_shape(cases)
+    assert series == {(2, 2048, 8): {"fanfold_batched.expert_major": [(1, 10.0), (8, 80.0)]}}
+    plot.draw({"cases": cases}, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--against strategies"):
+        plot.draw({"cases": [a_result(Case())]}, tmp_path / "picture.png")

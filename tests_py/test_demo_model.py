@@ -108,10 +108,12 @@ def test_recorded_routing_is_the_models_own(model: MoeModel) -> None:
     assert (again[:, :256] == ids[:, :256]).mean() > 0.99
 
 
-def test_smoke_demo_agrees_with_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["one_sided", "high_throughput"])
+def test_smoke_demo_agrees_with_one_process(tmp_path: Path, strategy: str) -> None:
     text = TOOLS / "moe_model" / "samples" / "documentation.txt"
     result, picture = tmp_path / "demo.json", tmp_path / "demo.png"
     command = [sys.executable, "-m", "moe_model.demo", "--smoke", "--text", str(text)]
+    command += ["--strategy", strategy]
     search = os.pathsep.join(filter(None, (str(TOOLS), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
         [*command, "--json", str(result), "--png", str(picture)],

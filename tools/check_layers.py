@@ -142,6 +142,11 @@ def _runs_at_import(tree: ast.Module) -> Iterator[ast.stmt]:
             pending.extend(c for c in ast.iter_child_nodes(node) if isinstance(c, ast.stmt))
 
 
+# The modules of the package that may import torch; the others may import them when they run only.
+TORCH_MODULES = ("interop_torch", "torch_ops")
+TORCH_FILES = " and ".join(f"fanfold/{name}.py" for name in TORCH_MODULES)
+
+
 def check_python(path: PurePosixPath, text: str) -> Iterator[Finding]:
     if path.parts[:2] != ("python", "fanfold"):
         return
@@ -150,11 +155,11 @@ def check_python(path: PurePosixPath, text: str) -> Iterator[Finding]:
     except SyntaxError as error:
         yield Finding(path, error.lineno or 1, f"does not parse: {error.msg}")
         return
-    adapter = path == PurePosixPath("python/fanfold/interop_torch.py")
+    adapter = path.parent.name == "fanfold" and path.stem in TORCH_MODULES
     for line, name in _imports(tree):
         top = name.split(".", 1)[0]
         if top == "torch" and not adapter:
-            yield Finding(path, line, "torch is imported in fanfold/interop_torch.py only")
+            yield Finding(path, line, f"torch is imported in {TORCH_FILES} only")
         elif top in ("ctypes", "cffi") or top == "_core":
             yield Finding(path, line, f"{top}: native symbols come from fanfold._core only")
     for node in _runs_at_import(tree):
@@ -163,10 +168,9 @@ def check_python(path: PurePosixPath, text: str) -> Iterator[Finding]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = [node.module or "", *(alias.name for alias in node.names)]
-        if any(name.split(".")[-1] == "interop_torch" for name in names):
-            yield Finding(
-                path, node.lineno, "import interop_torch inside the function that needs it"
-            )
+        for name in names:
+            if name.split(".")[-1] in TORCH_MODULES:
+                yield Finding(path, node.lineno, f"import {name} inside the function that needs it")
 
 
 def check_file(path: PurePosixPath, text: str) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ from fanfold_bench.routing import first_expert, route, row_counts, touched
 
 TORCH_DTYPE = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 TOLERANCE = 0.03  # schemes round their partial sums at different places
+LOSSY_TOLERANCE = 0.15  # rows packed to FP8 twice: 1/16 each, and less where values are small
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,13 @@ def make_batch(case: Case, rank: int) -> Batch:
     )
 
 
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Largest deviation in units of the expected magnitude; infinite for a wrong shape."""
+def relative_error(got: torch.Tensor, want: torch.Tensor, small: float = 1e-3) -> float:
+    """Largest deviation in units of the expected magnitude; infinite for a wrong shape.
+
+    ``small`` is added to the magnitude: what counts as nothing.
+    """
     if got.shape != want.shape:
         return float("inf")
-    error = (got.to(torch.float32) - want).abs() / (want.abs() + 1e-3)
+    error = (got.to(torch.float32) - want).abs() / (want.abs() + small)
     worst = float(error.max()) if error.numel() else 0.0
     return worst if worst == worst else float("inf")

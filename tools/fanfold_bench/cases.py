@@ -8,7 +8,17 @@ from typing import Any
 
 DTYPES = ("bfloat16", "float32")
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
-LAYOUTS = ("rank_major", "expert_major", "gathered", "flat")
+LAYOUTS = ("rank_major", "expert_major", "gathered", "flat", "flat_by_expert")
+PER_EXPERT = ("expert_major", "flat_by_expert")
+STRATEGIES = (
+    "one_sided",
+    "low_latency",
+    "high_throughput",
+    "two_sided",
+    "batched",
+    "gather_scatter",
+    "broadcast",
+)
 ID_BYTES = 4
 WEIGHT_BYTES = 4
 
@@ -16,6 +26,58 @@ GLOO_SCHEMES = ("gloo_batched", "gloo_agrs", "gloo_naive", "gloo_a2av", "gloo_a2
 BEST_OF = tuple(name for name in GLOO_SCHEMES if name != "gloo_batched")
 BEST = "gloo_best"
 NONE = "none"
+OURS = "fanfold_"
+WIRE = "fp8"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of Fanfold to carry a case; written ``fanfold_STRATEGY[.LAYOUT[.fp8]]``.
+
+    ``fp8``: rows travel packed, both ways (low_latency).
+    """
+
+    strategy: str
+    layout: str
+    fp8: bool = False
+
+    @property
+    def name(self) -> str:
+        """As the command line has it."""
+        return f"{OURS}{self.strategy}.{self.layout}" + (f".{WIRE}" if self.fp8 else "")
+
+
+def parse_variant(name: str, layout: str) -> Variant:
+    """Read a variant; ``layout`` where the name gives none.
+
+    Raises:
+        ValueError: the name is not of this form; the text lists what is known.
+    """
+    strategy, *rest = name.removeprefix(OURS).split(".")
+    variant = Variant(strategy, rest[0] if rest else layout, rest[1:] == [WIRE])
+    known = strategy in STRATEGIES and variant.layout in LAYOUTS and len(rest) < 3
+    if not known or (len(rest) == 2 and not variant.fp8):
+        raise ValueError(
+            f"--against knows {OURS}STRATEGY[.LAYOUT[.{WIRE}]] with strategies "
+            f"{', '.join(STRATEGIES)} and layouts {', '.join(LAYOUTS)}; got {name}"
+        )
+    return variant
+
+
+# Every strategy in the layout that it is for.
+EVERY_STRATEGY = (
+    "fanfold_one_sided.rank_major",
+    "fanfold_one_sided.expert_major",
+    "fanfold_low_latency.expert_major",
+    "fanfold_low_latency.expert_major.fp8",
+    "fanfold_high_throughput.flat",
+    "fanfold_high_throughput.flat_by_expert",
+    "fanfold_two_sided.rank_major",
+    "fanfold_batched.expert_major",
+    "fanfold_gather_scatter.gathered",
+    "fanfold_broadcast.gathered",
+)
+EVERYTHING = "strategies"
 
 
 @dataclass(frozen=True)
@@ -92,6 +154,7 @@ PRESETS: dict[str, list[dict[str, Any]]] = {
     "prefill": _shapes(_PREFILL),
     "table": [{"ranks": 2, **shape} for shape in _shapes(_TABLE)]
     + [{"ranks": 4, **shape} for shape in _shapes([(32, 2048, 8, 64)])],
+    "strategies": [{"ranks": 2, **shape} for shape in [*_shapes(_DECODE), *_shapes(_PREFILL)]],
     "smoke": [{"ranks": 2, "tokens": 4, "hidden": 256, "top_k": 2, "experts": 8}],
 }
 
@@ -113,12 +176,13 @@ def expand_against(names: list[str]) -> tuple[list[str], list[str]]:
     wanted: list[str] = []
     for name in names:
         for part in filter(None, name.split(",")):
-            known = part in (*GLOO_SCHEMES, BEST, NONE) or part.startswith("fanfold_")
-            if not known:
-                choice = ", ".join((*GLOO_SCHEMES, BEST, NONE))
-                raise ValueError(f"--against knows {choice} and fanfold_STRATEGY, got {part}")
-            if part not in wanted:
-                wanted.append(part)
+            if part.startswith(OURS):
+                parse_variant(part, LAYOUTS[0])
+            elif part not in (*GLOO_SCHEMES, BEST, NONE, EVERYTHING):
+                choice = ", ".join((*GLOO_SCHEMES, BEST, NONE, EVERYTHING))
+                raise ValueError(f"--against knows {choice} and {OURS}STRATEGY, got {part}")
+            parts = EVERY_STRATEGY if part == EVERYTHING else (part,)
+            wanted += [each for each in parts if each not in wanted]
     if NONE in wanted:
         if len(wanted) > 1:
             raise ValueError("--against none cannot be mixed with other names")

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fanfold_bench import acceptance, report
+from fanfold_bench import acceptance, report, strategy_goals
 from fanfold_bench.cases import DTYPES, LAYOUTS, PRESETS, Case, expand_against, preset_cases
 from fanfold_bench.launch import RunFailed, run_group
 from fanfold_bench.machine import CLASSES, choose_class, commit, describe
@@ -58,7 +58,8 @@ def parser() -> argparse.ArgumentParser:
         action="extend",
         metavar="NAME",
         help="gloo_batched, gloo_agrs, gloo_naive, gloo_a2av, gloo_a2av_dedup, gloo_best (the "
-        "fastest of the last four), fanfold_STRATEGY, or none; the first gives the ratio",
+        "fastest of the last four), fanfold_STRATEGY[.LAYOUT[.fp8]], strategies (each of them in "
+        "the layout that it is for), or none; the first gives the ratio",
     )
     how.add_argument(
         "--sched",
@@ -73,6 +74,12 @@ def parser() -> argparse.ArgumentParser:
     out = p.add_argument_group("what comes out")
     out.add_argument("--json", type=Path, metavar="FILE")
     out.add_argument("--markdown", type=Path, metavar="FILE")
+    out.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="PNG: time against tokens per rank of every strategy in the results",
+    )
     out.add_argument(
         "--check", action="store_true", help="judge by the goals; without a shape: preset table"
     )
@@ -133,6 +140,8 @@ def apply_shortcuts(args: argparse.Namespace) -> None:
         args.preset = args.preset or "smoke"
         args.rounds, args.budget, args.patience = 40, min(args.budget, 0.1), 0.3
         args.against = args.against or ["gloo_batched", "gloo_best"]
+    if args.preset == "strategies":
+        args.against = args.against or ["gloo_batched", "gloo_best", "strategies"]
     if args.check:
         shape = (args.ranks, args.tokens, args.hidden, args.top_k, args.experts)
         if not any(shape):
@@ -209,11 +218,17 @@ def run(args: argparse.Namespace, command: str) -> int:
     doc = load_document(args.source) if args.source else measure(args, command)
     wrong = problems(doc)
     lines = acceptance.judge_all(doc["cases"], args.slack) if args.check else []
+    if args.check:
+        lines += strategy_goals.judge(doc["cases"], args.slack)
     report.show(_console(), doc, lines)
     if args.json:
         _write(args.json, json.dumps(doc, indent=1) + "\n")
     if args.markdown:
         _write(args.markdown, report.markdown(doc, lines))
+    if args.plot:
+        from fanfold_bench.plot import draw
+
+        draw(doc, args.plot)
     if wrong:
         print(f"bench: the results are incomplete: {wrong[0]}", file=sys.stderr)
         return 1

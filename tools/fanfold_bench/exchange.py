@@ -8,6 +8,9 @@ from typing import Any
 import torch
 
 from fanfold_bench.batch import Batch
+from fanfold_bench.cases import PER_EXPERT, Variant
+
+FP8_BLOCK = 128
 
 
 def open_communicator(rank: int, num_ranks: int, rendezvous: str) -> Any:
@@ -32,12 +35,14 @@ class FanfoldExchange:
     per-expert layouts the weights travel and Fanfold applies them, as ``gloo_batched`` does.
     """
 
-    def __init__(self, comm: Any, batch: Batch, strategy: str, layout: str) -> None:
+    def __init__(self, comm: Any, batch: Batch, variant: Variant) -> None:
         import fanfold
 
-        case = batch.case
-        self.weighted = layout == "expert_major"
+        case, layout = batch.case, variant.layout
+        self.weighted = layout in PER_EXPERT
+        self.lossy = variant.fp8
         self._batch, self._layout = batch, layout
+        wire = "fp8_e4m3" if variant.fp8 else None
         self._a2a = fanfold.AllToAll(
             comm,
             num_experts=case.experts,
@@ -45,8 +50,10 @@ class FanfoldExchange:
             max_tokens_per_rank=case.tokens,
             hidden=case.hidden,
             dtype=batch.x.dtype,
-            strategy=strategy,
+            strategy=variant.strategy,
             layout=layout,
+            dispatch_wire=wire,
+            combine_wire=wire,
             weighting="carried" if self.weighted else "applied",
             device="cpu",
         )
@@ -75,6 +82,8 @@ class FanfoldExchange:
         """Identity, written where combine reads it."""
         self._received = received
         rows, results = received.payloads[0], received.combine_buffer()
+        if self.lossy:
+            return _unpack(rows, received.scales, results, self._areas)
         if self._layout == "gathered":
             ids = received.topk_ids
             mine = ((ids >= self._first) & (ids < self._end)).any(1)
@@ -96,14 +105,42 @@ class FanfoldExchange:
         """What the exchange holds on this rank."""
         return int(self._a2a.workspace_bytes)
 
+    def num_rows(self) -> int:
+        """Rows of the layout that a round gives the experts of this rank."""
+        batch = self._batch
+        if self._layout == "gathered":
+            return batch.case.ranks * batch.case.tokens
+        if self.weighted:
+            local = batch.local_experts
+            return int(batch.per_expert[:, local.start : local.stop].sum())
+        return int(batch.rows[:, batch.rank].sum())
+
     def wire_bytes(self) -> tuple[int, int]:
-        """Bytes for other ranks, dispatch and combine, one row per (token, rank)."""
+        """Bytes for other ranks, dispatch and combine, one row per (token, rank).
+
+        The strategies over collectives send more: every token to every rank, or all slots.
+        """
         rows = self._batch.rows[self._batch.rank]
         remote = int(rows.sum() - rows[self._batch.rank])
         case = self._batch.case
-        return remote * case.row_bytes, remote * case.payload_bytes
+        payload = case.payload_bytes
+        if self.lossy:
+            payload = case.hidden + 4 * -(-case.hidden // FP8_BLOCK)
+        indices = case.row_bytes - case.payload_bytes
+        return remote * (payload + indices), remote * payload
 
     def close(self) -> None:
         """Free the exchange."""
         self._received = None
         self._a2a.close()
+
+
+def _unpack(
+    rows: torch.Tensor, scales: torch.Tensor, results: torch.Tensor, areas: list[tuple[int, int]]
+) -> torch.Tensor:
+    """The identity on packed rows: FP8 times the scale of its block."""
+    hidden = rows.shape[-1]
+    for block, count in areas:
+        wide = scales[block, :count].repeat_interleave(FP8_BLOCK, dim=-1)[:, :hidden]
+        results[block, :count] = (rows[block, :count].to(torch.float32) * wide).to(results.dtype)
+    return results

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fanfold_bench.cases import NONE, Case
+from fanfold_bench.cases import NONE, OURS, Case, Variant, parse_variant
 from fanfold_bench.machine import available_bytes, die_with_parent, set_class
 
 
@@ -97,7 +97,7 @@ class Rank:
         floor.check()
         exchange = None
         if case.strategy != NONE:
-            exchange = FanfoldExchange(self.comm(), batch, case.strategy, case.layout)
+            exchange = FanfoldExchange(self.comm(), batch, Variant(case.strategy, case.layout))
             check(exchange, batch, self.clock, f"fanfold {case.strategy}")
         self.say(f"{case.name}: {case.strategy}, {case.layout}, and the floor")
         ours, floors = measure_with_floor(exchange, floor, self.machine, self.limits)
@@ -121,15 +121,17 @@ class Rank:
         from fanfold_bench.results import baseline_result
 
         case = batch.case
-        if name.startswith("fanfold_"):
-            other = FanfoldExchange(self.comm(), batch, name.removeprefix("fanfold_"), case.layout)
+        if name.startswith(OURS):
+            other = FanfoldExchange(self.comm(), batch, parse_variant(name, case.layout))
             check(other, batch, self.clock, name)
             before = self.flags()
             record = measure(other, self.clock, HOT, self.limits)
             flags = before + self.flags()
-            wire = other.wire_bytes()
+            wire, rows, memory = other.wire_bytes(), other.num_rows(), other.memory_bytes()
             other.close()
-            return baseline_result(record, wire, flags) if self.clock.is_leader else {}
+            if not self.clock.is_leader:
+                return {}
+            return {**baseline_result(record, wire, flags), "rows": rows, "memory_bytes": memory}
         if case.experts % case.ranks:
             return {"skipped": f"needs experts divisible by {case.ranks} ranks"}
         scheme = make_scheme(name, self.group(), batch)

@@ -24,6 +24,8 @@ THEIRS = [
     "combine us",
     "round us",
     "ratio",
+    "sent MB",
+    "held MB",
     "cores",
     "foreign",
 ]
@@ -95,7 +97,7 @@ def their_rows(results: Sequence[Result]) -> Rows:
         for name, entry in result["baselines"].items():
             head = [result["case"], f"{name} = {entry['of']}" if "of" in entry else name]
             if "skipped" in entry:
-                rows.append([*head, "-", "-", f"skipped: {entry['skipped']}", "-", "-", "-"])
+                rows.append([*head, "-", "-", f"skipped: {entry['skipped']}", *["-"] * 5])
                 continue
             noisy = " noisy" if entry["noisy"] else ""
             rows.append(
@@ -105,6 +107,8 @@ def their_rows(results: Sequence[Result]) -> Rows:
                     microseconds(entry["combine_us"]["p50"]),
                     spread(entry["round_us"]),
                     "-" if entry["ratio"] is None else f"{entry['ratio']:.1f}x",
+                    f"{sum(entry['wire_bytes']) / 1e6:.3g}",
+                    f"{entry['memory_bytes'] / 1e6:.3g}" if "memory_bytes" in entry else "-",
                     entry["regime"],
                     f"{entry['foreign_load']:.2f}{noisy}",
                 ]

@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as ProgressBar
 
 from moe_model.evaluate import evaluate
+from moe_model.exchanges import LAYOUT_OF
 from moe_model.model import MoeModel, load_model
 from moe_model.picture import draw
 from moe_model.ranks import Job, Progress, RankReport, run_rank
@@ -39,6 +40,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tools/demo", description=__doc__)
     parser.add_argument("--text", type=Path, default=README, help="a text file; default: README.md")
     parser.add_argument("--ranks", type=int, help="how many ranks; default: 4, with --smoke 2")
+    parser.add_argument(
+        "--strategy", choices=sorted(LAYOUT_OF), default="one_sided", help="default: one_sided"
+    )
     parser.add_argument("--tokens", type=int, help="use at most this many bytes of the text")
     parser.add_argument("--png", type=Path, help="the picture; default: build/demo.png")
     parser.add_argument("--json", type=Path, help="write every number here")
@@ -123,6 +127,7 @@ def run(console: Console, options: argparse.Namespace) -> int:
             folder=Path(folder),
             windows_per_step=1 if options.smoke else 2,
             timed_passes=1 if options.smoke or len(text) > LONG_TEXT else 3,
+            strategy=options.strategy,
         )
         start = time.monotonic()
         reports = run_ranks(console, job, model, options.ranks)

@@ -78,13 +78,30 @@ class Traffic:
             self.pairs[layer] += pairs
 
 
+# One row per (token, rank) in each of them, which is what the model's experts take.
+LAYOUT_OF = {
+    "one_sided": "rank_major",
+    "low_latency": "rank_major",
+    "high_throughput": "flat",
+    "two_sided": "flat",
+    "batched": "rank_major",
+    "gather_scatter": "flat",
+    "broadcast": "flat",
+}
+
+
 class FanfoldExchange:
     """Dispatch to the ranks of the experts, run the experts there, combine. One for all layers."""
 
     name = "fanfold"
 
     def __init__(
-        self, comm: Communicator, config: ModelConfig, max_tokens: int, traffic: Traffic
+        self,
+        comm: Communicator,
+        config: ModelConfig,
+        max_tokens: int,
+        traffic: Traffic,
+        strategy: str,
     ) -> None:
         import fanfold
 
@@ -97,8 +114,8 @@ class FanfoldExchange:
             max_tokens_per_rank=max_tokens,
             hidden=config.hidden,
             dtype=torch.float32,
-            strategy="one_sided",
-            layout="rank_major",
+            strategy=strategy,
+            layout=LAYOUT_OF[strategy],
             weighting="applied",
         )
 
@@ -111,7 +128,7 @@ class FanfoldExchange:
         self.traffic.add(layer, recv.rank_counts, recv.expert_counts)
         with self.clock.phase("experts", aligned=False):
             result = recv.combine_buffer()
-            used = torch.arange(result.shape[1]) < recv.rank_counts.unsqueeze(1)
+            used = recv.source_rank >= 0  # all of a flat layout's rows
             result[used] = experts(
                 recv.payloads[0][used], recv.topk_ids[used], recv.topk_weights[used]
             )

@@ -27,6 +27,7 @@ class Job:
     folder: Path  # private to this run: progress and gloo's rendezvous
     windows_per_step: int
     timed_passes: int
+    strategy: str = "one_sided"
 
     def num_windows(self, context: int) -> int:
         """Return how many whole windows the text has."""
@@ -110,7 +111,7 @@ def run_rank(comm: Communicator, job: Job) -> RankReport:
 
     traffic = Traffic(config, num_ranks, num_local)
     capacity = job.windows_per_step * config.context
-    exchange = FanfoldExchange(comm, config, capacity, traffic)
+    exchange = FanfoldExchange(comm, config, capacity, traffic, job.strategy)
     rival = GlooExchange(comm, config, str(job.folder / "gloo"))
     traffic.recording = True
     losses, correct = one_pass(model, exchange, mine, steps, progress, rank)
