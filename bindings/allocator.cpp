@@ -88,7 +88,8 @@ void bind_allocator(nb::module_& m) {
   using namespace nanobind::literals;
   nb::class_<AllocatorStats>(m, "AllocatorStats",
                              "What an allocator holds, in bytes of this rank's own windows.")
-      .def_ro("reserved", &AllocatorStats::reserved, "Held from the system: in use and cached.")
+      .def_ro("reserved", &AllocatorStats::reserved,
+              "Held from the system or the caller: in use and cached.")
       .def_ro("in_use", &AllocatorStats::in_use)
       .def_ro("peak_in_use", &AllocatorStats::peak_in_use)
       .def_ro("num_blocks", &AllocatorStats::num_blocks)

@@ -51,18 +51,19 @@ void bind_views(nb::class_<BoundReceived>& c) {
           "uint8 e, meaning 2**(e - 127). Else None.")
       .def_prop_ro(
           "rank_counts", [](BoundReceived& self) { return self.tensor(self.core.rank_counts()); },
-          nb::sig("def rank_counts(self) -> typing.Any"), "[R] int32: rows from each rank.")
+          nb::sig("def rank_counts(self) -> typing.Any"),
+          "[R] int32: rows from each rank. With max_recv_rows also those that were dropped.")
       .def_prop_ro(
           "expert_counts",
           [](BoundReceived& self) { return self.tensor(self.core.expert_counts()); },
           nb::sig("def expert_counts(self) -> typing.Any"),
-          "[L] int32: (token, local expert) pairs; -1 when no ids were given.")
+          "[L] int32: (token, local expert) pairs; with max_recv_rows of kept rows only. -1 each\n"
+          "when no ids were given.")
       .def_prop_ro(
           "offsets", [](BoundReceived& self) { return self.tensor(self.core.offsets()); },
           nb::sig("def offsets(self) -> typing.Any"),
-          "[L+1] int32: exclusive sums of expert_counts; flat_by_expert: where each expert's "
-          "group\n"
-          "begins.")
+          "[L+1] int32: exclusive sums of expert_counts; flat_by_expert: where each expert's\n"
+          "group begins, at most max_recv_rows. Unspecified when no ids were given.")
       .def_prop_ro(
           "num_rows", [](BoundReceived& self) { return self.tensor(self.core.num_rows()); },
           nb::sig("def num_rows(self) -> typing.Any"),
@@ -102,9 +103,9 @@ void bind_values(nb::module_& m) {
       .def_prop_ro("rank_counts", &Routing::rank_counts);
 
   nb::class_<HostCounts>(m, "HostCounts", "Host copies of the counts.")
-      .def_ro("rank_counts", &HostCounts::rank_counts)
-      .def_ro("expert_counts", &HostCounts::expert_counts)
-      .def_ro("num_rows", &HostCounts::num_rows);
+      .def_ro("rank_counts", &HostCounts::rank_counts, "As Received.rank_counts.")
+      .def_ro("expert_counts", &HostCounts::expert_counts, "As Received.expert_counts.")
+      .def_ro("num_rows", &HostCounts::num_rows, "As Received.num_rows.");
 }
 
 }  // namespace

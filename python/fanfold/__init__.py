@@ -5,6 +5,7 @@ from fanfold._core import (
     Allocator,
     AllocatorStats,
     Capabilities,
+    Capacities,
     Communicator,
     HostCounts,
     Metainfo,
@@ -15,6 +16,7 @@ from fanfold._core import (
     build_info,
 )
 from fanfold.all_to_all import AllToAll
+from fanfold.config import AllToAllConfig
 from fanfold.errors import (
     CapacityExceeded,
     Error,
@@ -26,12 +28,15 @@ from fanfold.errors import (
     SystemFailure,
     Unsupported,
 )
+from fanfold.placement import Placement
 
 __all__ = [
     "AllToAll",
+    "AllToAllConfig",
     "Allocator",
     "AllocatorStats",
     "Capabilities",
+    "Capacities",
     "CapacityExceeded",
     "Communicator",
     "Error",
@@ -42,6 +47,7 @@ __all__ = [
     "PeerAborted",
     "PeerLost",
     "PeerTimeout",
+    "Placement",
     "Received",
     "Round",
     "Routing",

@@ -5,6 +5,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import fanfold.config
 from fanfold.errors import (
     CapacityExceeded as _CapacityExceeded,
     Error as _Error,
@@ -16,6 +17,7 @@ from fanfold.errors import (
     SystemFailure as _SystemFailure,
     Unsupported as _Unsupported
 )
+import fanfold.placement
 
 
 class Communicator:
@@ -157,7 +159,7 @@ class AllocatorStats:
 
     @property
     def reserved(self) -> int:
-        """Held from the system: in use and cached."""
+        """Held from the system or the caller: in use and cached."""
 
     @property
     def in_use(self) -> int: ...
@@ -191,10 +193,31 @@ class Allocator:
     collective are made by all ranks in the same order.
     """
 
-    def __init__(self, communicator: Communicator) -> None: ...
+    def __init__(self, communicator: Communicator, buffers: Sequence[Any] | None = None, *, timeout_s: float | None = None) -> None:
+        """
+        Memory of the system, or of the caller.
+
+        Args:
+            communicator: the group; its state is shared, it need not be kept.
+            buffers: None, or one writable CPU tensor per rank, each equal in size: all symmetric memory
+                comes out of these. Tensor r becomes the windows of rank r; every rank gives all of them as
+                it sees them: threads the same tensors, processes the same shared memory as mapped there.
+                Keep them until all that was made with the allocator is closed on every rank and no tensor
+                over it is held. Then creation is collective.
+            timeout_s: deadline of a collective creation in seconds.
+
+        Raises:
+            InvalidArgument: not one buffer per rank, too small, or (on every rank) a rank gives other sizes
+                or does not see another's memory.
+        """
 
     def allocate(self, num_bytes: int, *, timeout_s: float | None = None) -> SymmetricMemory:
-        """A block of at least num_bytes per rank; collective."""
+        """
+        A block of at least num_bytes per rank; collective.
+
+        Raises:
+            CapacityExceeded: the caller's buffers have no such room (on every rank).
+        """
 
     def free(self, memory: SymmetricMemory) -> None:
         """
@@ -206,6 +229,20 @@ class Allocator:
 
     @property
     def stats(self) -> AllocatorStats: ...
+
+    def set_private_memory(self, source: Callable[[int], Any] | None) -> None:
+        """
+        Where the private memory of what is made with this allocator comes from.
+
+        Args:
+            source: called with a number of bytes when an AllToAll is made, on its thread; returns a
+                writable contiguous CPU tensor of as many bytes or more, which begins on a multiple of 128
+                bytes and is kept until the memory is given back. None: the system.
+
+        Raises, from the AllToAll and on every rank:
+            MemoryError: `source` raised one.
+            InvalidArgument: what `source` returned does not fit.
+        """
 
 class Round:
     """One dispatch that waits for its combine."""
@@ -238,13 +275,16 @@ class HostCounts:
     """Host copies of the counts."""
 
     @property
-    def rank_counts(self) -> list[int]: ...
+    def rank_counts(self) -> list[int]:
+        """As Received.rank_counts."""
 
     @property
-    def expert_counts(self) -> list[int]: ...
+    def expert_counts(self) -> list[int]:
+        """As Received.expert_counts."""
 
     @property
-    def num_rows(self) -> int: ...
+    def num_rows(self) -> int:
+        """As Received.num_rows."""
 
 class Received:
     """
@@ -256,36 +296,59 @@ class Received:
     def payloads(self) -> list[Any]:
         """
         Received rows per payload: rank_major [R, m, ...], gathered [sum of T, ...],
-        expert_major [L, R*m, ...]; views, valid until the combine is called.
+        expert_major [L, R*m, ...], flat [N, ...], flat_by_expert [N', ...]; views, valid
+        until the combine is called. With a dispatch_wire the first is float8_e4m3fn.
+        """
+
+    @property
+    def scales(self) -> Any:
+        """
+        With a dispatch_wire: what each 128 elements of the first payload's rows are to be
+        multiplied by: its leading dimensions, then ceil(H / 128), float32; wire_scale ue8m0:
+        uint8 e, meaning 2**(e - 127). Else None.
         """
 
     @property
     def rank_counts(self) -> Any:
-        """[R] int32: rows from each rank."""
+        """
+        [R] int32: rows from each rank. With max_recv_rows also those that were dropped.
+        """
 
     @property
     def expert_counts(self) -> Any:
-        """[L] int32: (token, local expert) pairs; -1 when no ids were given."""
+        """
+        [L] int32: (token, local expert) pairs; with max_recv_rows of kept rows only. -1 each
+        when no ids were given.
+        """
 
     @property
     def offsets(self) -> Any:
-        """[L+1] int32: exclusive sums of expert_counts."""
+        """
+        [L+1] int32: exclusive sums of expert_counts; flat_by_expert: where each expert's
+        group begins, at most max_recv_rows. Unspecified when no ids were given.
+        """
 
     @property
     def num_rows(self) -> Any:
-        """[1] int32: rows received."""
+        """
+        [1] int32: rows received, one per (token, rank); gathered: all tokens; flat_by_expert:
+        rows of the layout, zero rows within the groups included. With max_recv_rows also
+        those that were dropped.
+        """
 
     @property
     def topk_ids(self) -> Any:
         """
-        [R, m, K] or [sum of T, K] int32 global ids as sent, invalid_expert_id in rows without
-        a token; None for expert_major or when no ids were given.
+        [R, m, K], [sum of T, K] or [N, K] int32 global ids as sent (with replicas: physical),
+        invalid_expert_id in rows without a token; None for layouts per expert or when no ids
+        were given.
         """
 
     @property
     def topk_weights(self) -> Any:
         """
-        [R, m, K], [sum of T, K] or [L, R*m] float32; None when no weights were given.
+        [R, m, K], [sum of T, K], [N, K] or (per expert) [L, R*m], [N'] float32; None when no
+        weights were given.
         """
 
     @property
@@ -346,13 +409,19 @@ class Capabilities:
     def strategy(self) -> str: ...
 
     @property
-    def layouts(self) -> list[str]: ...
+    def layouts(self) -> list[str]:
+        """All that it gives."""
+
+    @property
+    def native_layouts(self) -> list[str]:
+        """Those that need no local copy after the rows arrived."""
 
     @property
     def id_dtypes(self) -> list[str]: ...
 
     @property
-    def two_phase(self) -> bool: ...
+    def two_phase(self) -> bool:
+        """Whether dispatch and combine can be split into send and recv."""
 
     @property
     def graph_safe(self) -> bool: ...
@@ -361,10 +430,26 @@ class Capabilities:
     def needs_uniform_tokens(self) -> bool: ...
 
     @property
-    def deterministic(self) -> bool: ...
+    def deterministic(self) -> bool:
+        """
+        Whether sums are always in the stated order; False: deterministic=False changes it.
+        """
 
     @property
-    def rank_mask(self) -> bool: ...
+    def error_bound(self) -> str:
+        """What deterministic=False promises; empty where it changes nothing."""
+
+    @property
+    def rank_mask(self) -> bool:
+        """Whether set_active_mask works."""
+
+    @property
+    def wires(self) -> bool:
+        """Whether dispatch_wire and combine_wire work."""
+
+    @property
+    def workers(self) -> bool:
+        """Whether set_num_workers has an effect."""
 
     @property
     def max_payloads(self) -> int: ...
@@ -375,8 +460,27 @@ class Capabilities:
     @property
     def max_ranks(self) -> int: ...
 
+class Capacities:
+    """What one round can hold on this rank."""
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """M: tokens that one rank may send to another."""
+
+    @property
+    def experts_per_token(self) -> int:
+        """min(top_k, L): rows that one token can have per rank."""
+
+    @property
+    def rows_per_expert(self) -> int:
+        """R * M."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of the layout; 0: as a round brings them."""
+
 class AllToAll:
-    def __init__(self, communicator: Communicator, config: dict[str, Any], allocator: Allocator | None = None) -> None: ...
+    def __init__(self, communicator: Communicator, config: dict[str, Any], allocator: Allocator | None = None, workspace_of: AllToAll | None = None) -> None: ...
 
     @staticmethod
     def required_bytes_of(num_ranks: int, config: dict[str, Any]) -> int: ...
@@ -391,6 +495,7 @@ class AllToAll:
             topk_ids: ``[T, K]`` int16, int32, int64 or uint32 global expert ids, any row stride; a negative
                 id selects no expert. None with ``routing``, or for layout gathered.
             payloads: 1 to 16 tensors ``[T, ...]`` of any dtype; together at most dispatch_row_bytes a token.
+                With a dispatch_wire the first is ``[T, H]`` float32, float16 or bfloat16.
             topk_weights: ``[T, K]`` float32.
             round_max_tokens: m with T <= m <= max_tokens_per_rank, equal on all ranks; default the latter.
             routing: send along the rows of an earlier dispatch.
@@ -407,6 +512,8 @@ class AllToAll:
             InvalidArgument: an argument does not fit (nothing was sent; a corrected call continues the
                 round), or the ranks' calls differ (call reset()).
             InvalidState: every slot holds an open round.
+            CapacityExceeded: high_throughput: a rank has no memory for as many rows; on every rank, before
+                a row moves; the round has not begun.
             PeerTimeout, PeerAborted, PeerLost: see the class.
 
         Stream:
@@ -428,7 +535,9 @@ class AllToAll:
     def combine_buffer(self, handle: Round, hidden: int | None = None, dtype: object = None) -> Any:
         """
         Where the experts of a round may write their results so that combine copies nothing:
-        [R, m, H], [sum of T, H] or [L, R*m, H]. Valid until the combine of that handle is called.
+        the layout's leading dimensions ([R, m], [sum of T], [L, R*m], [N] or [N']), then H.
+        Defaults: the configured hidden and combine_dtype. Valid until the combine of that handle
+        is called.
         """
 
     def combine(self, y: object, handle: Round, out: Any = None, *, topk_weights: object = None, release: bool = True, timeout_s: float | None = None, stream: object = None) -> Any:
@@ -488,6 +597,28 @@ class AllToAll:
         Leaves ranks out from the next dispatch on: one bool per rank, equal on all active ranks.
         """
 
+    def set_placement(self, placement: str | Sequence[int] | fanfold.placement.Placement, timeout_s: float | None = None) -> None:
+        """
+        Move experts: as many (physical) experts, placed anew.
+
+        Collective; waits for every active rank. Routings made before are refused afterwards.
+
+        Args:
+            placement: "linear", "round_robin", a table with the rank of each expert, or a Placement.
+            timeout_s: deadline of this call in seconds.
+
+        Raises:
+            InvalidArgument: the ranks' placements differ, or the workspace has no room for a rank's experts
+                (see max_local_experts); nothing has changed.
+            InvalidState: a round is open.
+        """
+
+    def set_num_workers(self, num_workers: int) -> None:
+        """
+        Threads that move rows in large rounds, the caller's included; 1 to 256, at first 1.
+        Results stay the same, bit for bit. Local; between calls.
+        """
+
     def abort(self, reason: str) -> None:
         """
         Makes the waits of all ranks raise PeerAborted(rank, reason); any thread.
@@ -515,6 +646,13 @@ class AllToAll:
         """Which strategy serves, and why."""
 
     @property
+    def config(self) -> fanfold.config.AllToAllConfig:
+        """
+        The arguments that this object was created from, those that were left out decided; dtypes
+        are names, test knobs are missing.
+        """
+
+    @property
     def rank(self) -> int: ...
 
     @property
@@ -534,12 +672,25 @@ class AllToAll:
     def is_failed(self) -> bool: ...
 
     @property
+    def num_workers(self) -> int:
+        """See set_num_workers."""
+
+    @property
     def num_dropped_ids(self) -> int:
         """Ids >= num_experts that were dropped since creation."""
 
     @property
+    def num_dropped_rows(self) -> int:
+        """
+        Rows beyond max_recv_rows that were dropped on this rank since creation.
+        """
+
+    @property
     def workspace_bytes(self) -> int:
-        """Bytes held by this rank: symmetric and private."""
+        """
+        Bytes held by this rank now: symmetric and private. high_throughput without
+        max_recv_rows holds more as rounds bring more rows.
+        """
 
     @property
     def metainfo(self) -> Metainfo:
@@ -548,6 +699,10 @@ class AllToAll:
     @property
     def capabilities(self) -> Capabilities:
         """What the strategy can do."""
+
+    @property
+    def capacities(self) -> Capacities:
+        """What one round can hold on this rank."""
 
 def build_info() -> dict[str, str]:
     """

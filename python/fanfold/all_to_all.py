@@ -3,82 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fanfold import _core
-from fanfold.errors import InvalidArgument, Unsupported
+from fanfold.config import AllToAllConfig, native_config, shows_config
 
-_TEST_KNOBS = frozenset(
-    {
-        "delay_seed",
-        "first_epoch",
-        "isa",
-        "kill_at_step",
-        "row_guard_bytes",
-        "stop_at_step",
-        "streaming_stores",
-    }
-)
-
-
-def _config(
-    *,
-    num_experts: int,
-    top_k: int,
-    max_tokens_per_rank: int,
-    hidden: int,
-    dtype: object,
-    extra_bytes_per_token: int,
-    dispatch_row_bytes: int | None,
-    combine_row_bytes: int | None,
-    strategy: str,
-    layout: str,
-    weighting: str,
-    placement: str | Sequence[int],
-    combine_dtype: object,
-    max_in_flight: int,
-    deterministic: bool,
-    check_ids: str | None,
-    timeout_s: float,
-    device: str,
-    name: str | None,
-    debug_poison: bool,
-    test_knobs: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    if device != "cpu":
-        raise Unsupported(f"device: this build has only cpu, got {device!r}")
-    config: dict[str, Any] = {
-        "num_experts": num_experts,
-        "top_k": top_k,
-        "max_tokens_per_rank": max_tokens_per_rank,
-        "hidden": hidden,
-        "dtype": dtype,
-        "extra_bytes_per_token": extra_bytes_per_token,
-        "strategy": strategy,
-        "layout": layout,
-        "weighting": weighting,
-        "placement": placement if isinstance(placement, str) else list(placement),
-        "max_in_flight": max_in_flight,
-        "deterministic": deterministic,
-        "check_ids": "auto" if check_ids is None else check_ids,
-        "timeout_s": timeout_s,
-        "name": name or "",
-        "debug_poison": debug_poison,
-    }
-    optional = {
-        "dispatch_row_bytes": dispatch_row_bytes,
-        "combine_row_bytes": combine_row_bytes,
-        "combine_dtype": combine_dtype,
-    }
-    config.update({key: value for key, value in optional.items() if value is not None})
-    for knob, value in (test_knobs or {}).items():
-        if knob not in _TEST_KNOBS:
-            raise InvalidArgument(
-                f"test_knobs: expected names of {', '.join(sorted(_TEST_KNOBS))}; got {knob!r}"
-            )
-        config[knob] = value
-    return config
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class AllToAll(_core.AllToAll):
@@ -92,8 +23,41 @@ class AllToAll(_core.AllToAll):
 
     Creation is collective: the ranks exchange and compare their configurations.
 
+    Strategies: how rows travel. For equal layout, weighting and dtypes, without a wire,
+    deterministic, all give the same results bit for bit.
+        "one_sided": rows are pushed straight into the peers' memory; the fastest on one machine.
+        "low_latency": one_sided whose rows may travel as FP8, for decode over few bytes.
+        "high_throughput": counts first, so that symmetric memory grows with the rows received; for
+            large prefill rounds. In layout flat that is all the memory of rows; flat_by_expert
+            also has private address space for the worst case.
+        "two_sided": bounded FIFO channels; symmetric memory that does not grow with the tokens.
+        "gather_scatter": every token to every rank, each partial sum to its token's rank only; for
+            router logits without ids (layout gathered), and where a token goes to most ranks.
+        "batched": nothing but an equal-split all-to-all of fixed capacity; for any transport.
+        "broadcast": everything to every rank; the baseline that the others are compared with.
+        "auto": decided here from the configuration; ``choice()`` says what and why.
+
+    Layouts: how received rows lie. R ranks, m = round_max_tokens, L local experts.
+        "rank_major": ``[R, m, ...]``, one row per (token, rank); fixed shape, for kernels that
+            take ids.
+        "gathered": ``[sum of T, ...]``, every token of every rank, routed here or not (broadcast,
+            gather_scatter).
+        "expert_major": ``[L, R*m, ...]``, one row per (token, local expert); fixed shape, for
+            batched matrix products with counts.
+        "flat": ``[N, ...]``, one row per (token, rank), nothing between them.
+        "flat_by_expert": ``[N', ...]``, one row per (token, local expert) by expert, groups padded
+            with zero rows to ``expert_alignment``; for grouped matrix products.
+        ``capabilities.layouts`` lists those of the strategy, ``native_layouts`` those that need no
+        local copy.
+
     Args:
         communicator: the group; its state is shared, it need not be kept.
+        allocator: where symmetric memory comes from, so that later exchanges can reuse it, or that
+            it lies in the caller's own buffers.
+        workspace_of: another exchange of equal strategy, max_in_flight and (two_sided)
+            channel_bytes whose memory and order of rounds this one shares, as two kinds of layers
+            of one model may; its workspace must have room. Failure, reset, mask and abort are then
+            shared, too.
         num_experts: E, over all ranks.
         top_k: K, experts per token, 1 to 1024.
         max_tokens_per_rank: M, the most tokens that *one* rank may have in a round.
@@ -102,18 +66,30 @@ class AllToAll(_core.AllToAll):
         extra_bytes_per_token: room for further payloads (scales, LoRA ids, ...).
         dispatch_row_bytes: bytes of all payload rows of one token; overrides the sum of the above.
         combine_row_bytes: bytes of one combine row; default hidden * size of combine_dtype.
-        strategy: "one_sided", "broadcast", or "auto" (decided here; see ``choice``).
-        layout: "rank_major", "expert_major", or (broadcast) "gathered".
-        weighting: "applied", or for expert_major also "carried" or "origin".
-        placement: "linear", "round_robin", or a table with the rank of each expert.
+        strategy: see above.
+        layout: see above.
+        weighting: "applied", or for layouts per expert also "carried" or "origin".
+        placement: "linear", "round_robin", a table with the rank of each expert, or a Placement,
+            which can have replicas.
         combine_dtype: rows travel home in it; default ``dtype``.
+        max_recv_rows: layouts flat and flat_by_expert. None: as many rows as a round brings, which
+            dispatch waits for. n: tensors of n rows; rows beyond are dropped from the end, counted
+            (``num_dropped_rows``) and missing from the sums.
+        expert_alignment: layout flat_by_expert: each expert's group is a multiple of it, 1 to
+            65536.
+        max_local_experts: room for the placements of later ``set_placement`` calls; 0: what
+            ``placement`` needs.
+        dispatch_wire: low_latency: "fp8_e4m3" sends payload 0 as FP8 E4M3 with a scale per 128
+            elements; it arrives as float8_e4m3fn with ``Received.scales``.
+        combine_wire: low_latency, layouts per expert: "fp8_e4m3" sends the partial sums so.
+        wire_scale: what these scales are: "float32" or "ue8m0" (powers of two, one byte).
+        channel_bytes: two_sided: bytes of the channel from each rank to each other, 4096 to 2**30.
         max_in_flight: rounds that may be open at once, 1 to 64.
-        deterministic: sums in the stated order (the only mode of these strategies).
+        deterministic: sums in the stated order. False lets broadcast and gather_scatter use their
+            transport's own order; see ``capabilities.error_bound``.
         check_ids: "raise" (default) or "drop" for ids >= num_experts.
         timeout_s: default deadline of every call, in seconds.
         device: "cpu".
-        allocator: where the workspace of one_sided comes from, so that later exchanges can
-            reuse it.
         name: appears in messages.
         debug_poison: fill regions that ended with NaN / 0xCD.
         test_knobs: for tests of the library itself; see ``TestKnobs`` in the C++ header.
@@ -121,113 +97,44 @@ class AllToAll(_core.AllToAll):
     Raises:
         InvalidArgument: the configuration contradicts itself, or differs between ranks (on every
             rank, naming the field and both values).
-        Unsupported: the strategy lacks the layout.
+        InvalidState: ``workspace_of`` is closed or has failed.
+        Unsupported: the strategy lacks the layout or the wire, or this build the device.
+        CapacityExceeded: the caller's buffers of ``allocator`` have no room (on every rank).
         PeerTimeout: a rank did not join in time.
+        PeerLost: a rank is gone.
+        SystemFailure: the system refused memory or another resource.
+        MemoryError: a rank ran out of memory (on every rank).
     """
 
+    @shows_config
     def __init__(
         self,
         communicator: _core.Communicator,
         *,
-        num_experts: int,
-        top_k: int,
-        max_tokens_per_rank: int,
-        hidden: int,
-        dtype: object = "bfloat16",
-        extra_bytes_per_token: int = 0,
-        dispatch_row_bytes: int | None = None,
-        combine_row_bytes: int | None = None,
-        strategy: str = "auto",
-        layout: str = "rank_major",
-        weighting: str = "applied",
-        placement: str | Sequence[int] = "linear",
-        combine_dtype: object = None,
-        max_in_flight: int = 1,
-        deterministic: bool = True,
-        check_ids: str | None = None,
-        timeout_s: float = 60.0,
-        device: str = "cpu",
         allocator: _core.Allocator | None = None,
-        name: str | None = None,
-        debug_poison: bool = False,
-        test_knobs: Mapping[str, Any] | None = None,
+        workspace_of: AllToAll | None = None,
+        **config: Unpack[AllToAllConfig],
     ) -> None:
-        config = _config(
-            num_experts=num_experts,
-            top_k=top_k,
-            max_tokens_per_rank=max_tokens_per_rank,
-            hidden=hidden,
-            dtype=dtype,
-            extra_bytes_per_token=extra_bytes_per_token,
-            dispatch_row_bytes=dispatch_row_bytes,
-            combine_row_bytes=combine_row_bytes,
-            strategy=strategy,
-            layout=layout,
-            weighting=weighting,
-            placement=placement,
-            combine_dtype=combine_dtype,
-            max_in_flight=max_in_flight,
-            deterministic=deterministic,
-            check_ids=check_ids,
-            timeout_s=timeout_s,
-            device=device,
-            name=name,
-            debug_poison=debug_poison,
-            test_knobs=test_knobs,
-        )
-        super().__init__(communicator, config, allocator)
+        super().__init__(communicator, native_config(config), allocator, workspace_of)
 
     @staticmethod
-    def required_bytes(
-        *,
-        num_ranks: int,
-        num_experts: int,
-        top_k: int,
-        max_tokens_per_rank: int,
-        hidden: int,
-        dtype: object = "bfloat16",
-        extra_bytes_per_token: int = 0,
-        dispatch_row_bytes: int | None = None,
-        combine_row_bytes: int | None = None,
-        strategy: str = "auto",
-        layout: str = "rank_major",
-        weighting: str = "applied",
-        placement: str | Sequence[int] = "linear",
-        combine_dtype: object = None,
-        max_in_flight: int = 1,
-    ) -> int:
+    @shows_config
+    def required_bytes(*, num_ranks: int, **config: Unpack[AllToAllConfig]) -> int:
         """Bytes that one rank's AllToAll of this configuration holds.
 
-        ``max_tokens_per_rank`` counts one rank's tokens, whatever ``num_ranks`` is.
+        ``max_tokens_per_rank`` counts one rank's tokens, whatever ``num_ranks`` is. Local: needs no
+        communicator.
 
         Returns:
-            Symmetric plus private bytes: exactly ``workspace_bytes`` of such an object. The tables
-            of a routing come on top.
+            Symmetric plus private bytes: exactly ``workspace_bytes`` of such an object when it is
+            made. The counts and indices of a routing and small scratch of the collectives come on
+            top. Layout flat_by_expert: the private area of its rows counts as its worst case, which
+            is address space; it takes memory only where it is written.
+
+        Raises:
+            InvalidArgument, Unsupported: as creation.
         """
-        config = _config(
-            num_experts=num_experts,
-            top_k=top_k,
-            max_tokens_per_rank=max_tokens_per_rank,
-            hidden=hidden,
-            dtype=dtype,
-            extra_bytes_per_token=extra_bytes_per_token,
-            dispatch_row_bytes=dispatch_row_bytes,
-            combine_row_bytes=combine_row_bytes,
-            strategy=strategy,
-            layout=layout,
-            weighting=weighting,
-            placement=placement,
-            combine_dtype=combine_dtype,
-            max_in_flight=max_in_flight,
-            deterministic=True,
-            check_ids=None,
-            timeout_s=60.0,
-            device="cpu",
-            name=None,
-            debug_poison=False,
-            test_knobs=None,
-        )
-        return _core.AllToAll.required_bytes_of(num_ranks, config)
+        return _core.AllToAll.required_bytes_of(num_ranks, native_config(config))
 
     def __enter__(self) -> AllToAll:
         return self

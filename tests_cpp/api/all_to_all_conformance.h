@@ -352,7 +352,7 @@ TEST_P(OriginConformance, WeightsGivenToCombineReplaceThoseOfDispatch) {
   run_rounds(config(), {plan, strided, plan_of(config(), RoutingKind::kDuplicates)});
 }
 
-TEST_P(AllToAllConformance, EveryInstructionSetGivesTheSameBits) {
+TEST_P(KernelConformance, EveryInstructionSetGivesTheSameBits) {
   for (const char* isa : {"portable", "avx2", "avx512"}) {
     if (!base::is_supported(base::isa_from_name(isa))) continue;
     for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {

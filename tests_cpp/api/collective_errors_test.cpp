@@ -67,6 +67,28 @@ INSTANTIATE_TEST_SUITE_P(Threads, CollectiveErrorTest,
                                            Strategy::kBatched),
                          [](const auto& param) { return std::string(name_of(param.param)); });
 
+/// The heads of both combines agree in all but the round.
+TEST_P(CollectiveErrorTest, RoundsCombinedInAnotherOrderAreNamed) {
+  AllToAllConfig two = config();
+  two.max_in_flight = 2;
+  spawn_ranks(kNumRanks, [&](Communicator& communicator) {
+    AllToAll all_to_all(communicator, two);
+    const bool is_odd = all_to_all.rank() == kNumRanks - 1;
+    {
+      RoundRun first(all_to_all, plan(1));
+      RoundRun second(all_to_all, plan(2));
+      first.dispatch();
+      second.dispatch();
+      expect_error<InvalidArgument>({"combine of round", "round: rank", "rank 2 has 1"},
+                                    [&] { (is_odd ? second : first).combine(); });
+    }
+    communicator.barrier();
+    all_to_all.reset();
+    run_round(all_to_all, 3);
+    all_to_all.close();
+  });
+}
+
 TEST_P(CollectiveErrorTest, DispatchesThatDifferAreNamedOnEveryRank) {
   expect_mismatch({"moe", "dispatch of round 1", "round_max_tokens", "rank 2 has 3", "has 4"},
                   [](AllToAll& all_to_all, bool is_odd) {

@@ -12,6 +12,7 @@
 #include "gtest/gtest.h"
 #include "support/number_codec.h"
 #include "support/round_run.h"
+#include "support/sanitizer.h"
 #include "support/spawn_ranks.h"
 
 namespace fanfold {
@@ -36,7 +37,8 @@ void PrintTo(const Case& c, std::ostream* out) {
   *out << name_of(c.strategy) << ' ' << name_of(c.layout) << ' ' << name_of(c.weighting);
 }
 
-/// Pairs of layout and weighting that the contract allows.
+/// Pairs of layout and weighting that the contract allows. Under a sanitizer one weighting stands
+/// for a layout: they differ in code that all strategies share.
 std::vector<Case> all_cases() {
   std::vector<Case> cases;
   for (const Strategy strategy : kStrategies) {
@@ -44,7 +46,7 @@ std::vector<Case> all_cases() {
                                 Layout::kFlat, Layout::kFlatByExpert}) {
       if (layout == Layout::kGathered && strategy == Strategy::kBatched) continue;
       cases.push_back({strategy, layout, Weighting::kApplied});
-      if (!is_per_expert(layout)) continue;
+      if (!is_per_expert(layout) || testing::kIsSanitizer) continue;
       cases.push_back({strategy, layout, Weighting::kCarried});
       cases.push_back({strategy, layout, Weighting::kOrigin});
     }

@@ -287,7 +287,8 @@ TEST(ConfigChoiceTest, AutoTakesHighThroughputForExactlyTheRowsThatArrive) {
     const ResolvedConfig chosen = resolve(changed(flat), kNumRanks);
     EXPECT_EQ(chosen.config.strategy, Strategy::kHighThroughput);
     EXPECT_EQ(chosen.choice, std::string("high_throughput: layout ") + name_of(layout) +
-                                 " of as many rows as arrive takes memory for no more than these");
+                                 " of as many rows as arrive, in symmetric memory that grows with "
+                                 "them");
     const auto bounded = [&flat](AllToAllConfig& c) {
       flat(c);
       c.max_recv_rows = 5;

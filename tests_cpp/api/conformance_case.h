@@ -118,6 +118,7 @@ class AllToAllConformance : public ::testing::TestWithParam<ConformanceCase> {
 
 // Suites that only some cases can run.
 class AppliedConformance : public AllToAllConformance {};
+class KernelConformance : public AllToAllConformance {};  // what all strategies share
 class OriginConformance : public AllToAllConformance {};
 class GatheredConformance : public AllToAllConformance {};
 class FlatConformance : public AllToAllConformance {};   // flat and flat_by_expert

@@ -79,7 +79,7 @@ void expect_payloads_fit(const WorkspaceCase& c, const Workspace& w, testing::Ra
     if (c.by_expert() || c.copies_to_flat()) {
       EXPECT_LE(end_of_payloads(set, guard, c.rows(), 0), w.local_payload_bytes);
     }
-    if (c.is_gathering()) {
+    if (c.is_gathered()) {
       EXPECT_LE(end_of_payloads(set, guard, c.tokens(), 0), w.local_gathered_bytes);
     }
   }
@@ -215,7 +215,7 @@ TEST(WorkspaceTest, GuardsLieBehindEveryRowOfEveryPayload) {
     if (c.by_expert() || c.copies_to_flat()) {
       EXPECT_GE(guarded.local_payload_bytes, dense.local_payload_bytes + c.rows() * per_row);
     }
-    if (c.is_gathering()) {
+    if (c.is_gathered()) {
       EXPECT_GE(guarded.local_gathered_bytes, dense.local_gathered_bytes + c.tokens() * per_row);
     }
     EXPECT_EQ(guarded.store.combine_bytes, dense.store.combine_bytes) << "results have no guards";

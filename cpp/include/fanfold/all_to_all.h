@@ -109,20 +109,21 @@ class FANFOLD_EXPORT AllToAll {
   /// of high_throughput, whose memory grows with need) and its private memory. Collective.
   /// @throws InvalidArgument  `config` contradicts itself (nothing was allocated), or the ranks'
   ///         configurations differ: on every rank, naming the field and both values.
-  /// @throws Unsupported  the strategy lacks the layout.
+  /// @throws Unsupported  the strategy lacks the layout or a wire.
   /// @throws CapacityExceeded  the caller's buffers of `allocator` have no room: on every rank.
   /// @throws PeerTimeout, PeerLost, SystemFailure, std::bad_alloc; a rank that runs out of memory
   ///         ends it on all of them.
   ///
   /// `workspace_of`: use its memory and take part in its order of rounds, as two kinds of layers of
   /// one model may. Round n of any of them uses slot n mod max_in_flight, so every rank must make
-  /// the rounds of all of them in one order, which the flags verify. Strategy (kAuto: its own) and
-  /// max_in_flight must be equal, and each part must fit where the first of them has it: what
-  /// arrives, what goes home, private memory (InvalidArgument with the bytes needed and
-  /// available). Failure, reset, mask and abort are then shared, too; placement, name and all
-  /// else are not. `close` of one while others live does not wait, needs its own rounds ended
-  /// (InvalidState) and leaves the memory to the others; the last one gives it back. One that is
-  /// destroyed in an open round fails the others on all ranks (PeerAborted) until `reset`.
+  /// the rounds of all of them in one order, which the flags verify. Strategy (kAuto: its own),
+  /// max_in_flight and, for two_sided, channel_bytes must be equal, and each part must fit where
+  /// the first of them has it: what arrives, what goes home, private memory (InvalidArgument with
+  /// the bytes needed and available). Failure, reset, mask and abort are then shared, too;
+  /// placement, name and all else are not. `close` of one while others live does not wait, needs
+  /// its own rounds ended (InvalidState) and leaves the memory to the others; the last one gives it
+  /// back. One that is destroyed in an open round fails the others on all ranks (PeerAborted) until
+  /// `reset`.
   /// @throws InvalidState  `workspace_of` is closed or has failed.
   AllToAll(Communicator& communicator, const AllToAllConfig& config, Allocator* allocator = nullptr,
            const AllToAll* workspace_of = nullptr);
@@ -132,7 +133,10 @@ class FANFOLD_EXPORT AllToAll {
   AllToAll& operator=(AllToAll&&) noexcept;
 
   /// Bytes of workspace that an AllToAll of this configuration holds per rank: symmetric and
-  /// private, exactly `workspace_bytes()`. The tables of a routing come on top.
+  /// private, exactly `workspace_bytes()` when it is made. The counts and indices of a routing and
+  /// small scratch of the collectives come on top. Layout flat_by_expert: the private area of its
+  /// rows counts as its worst case, which is address space; it takes memory only where it is
+  /// written.
   static std::int64_t required_bytes(int num_ranks, const AllToAllConfig& config);
 
   const AllToAllConfig& config() const;
@@ -158,8 +162,8 @@ class FANFOLD_EXPORT AllToAll {
                          std::optional<std::chrono::nanoseconds> timeout = std::nullopt);
 
   /// Where the experts of `round` may write their results so that combine copies nothing:
-  /// [R, m, H], [sum of T, H] or [L, R*m, H]. Defaults: the configured hidden and combine_dtype.
-  /// Never overlaps the received rows. Contents are unspecified.
+  /// by layout [R, m, H], [sum of T, H], [L, R*m, H], [N, H] or [N', H]. Defaults: the configured
+  /// hidden and combine_dtype. Never overlaps the received rows. Contents are unspecified.
   TensorView combine_buffer(const Round& round, std::optional<std::int64_t> hidden = std::nullopt,
                             std::optional<DType> dtype = std::nullopt);
   /// {T, H}: the shape of `out` for an open round; H as the results that were sent have it, else

@@ -53,8 +53,8 @@ class FANFOLD_EXPORT Routing {
 
 /// Host copies of the counts.
 struct FANFOLD_EXPORT HostCounts {
-  std::vector<std::int32_t> rank_counts;    ///< [R] rows from each rank
-  std::vector<std::int32_t> expert_counts;  ///< [L] (token, local expert) pairs
+  std::vector<std::int32_t> rank_counts;    ///< [R] as Received::rank_counts
+  std::vector<std::int32_t> expert_counts;  ///< [L] as Received::expert_counts
   std::int64_t num_rows = 0;                ///< as Received::num_rows
 };
 
@@ -84,13 +84,16 @@ class FANFOLD_EXPORT Received {
   /// With a dispatch_wire: the scales of payload 0, [.., ceil(H / 128)] float32, or uint8 for
   /// wire_scale ue8m0. Else empty.
   const TensorView& scales() const;
-  const TensorView& rank_counts() const;    ///< [R] int32
-  const TensorView& expert_counts() const;  ///< [L] int32
+  /// [R] int32: rows from each rank. With max_recv_rows also those dropped.
+  const TensorView& rank_counts() const;
+  /// [L] int32: (token, local expert) pairs; with max_recv_rows of kept rows only. -1 each when no
+  /// ids were given.
+  const TensorView& expert_counts() const;
   /// [1] int32: rows received, one per (token, rank); gathered: all tokens; flat_by_expert: rows of
   /// the layout, zero rows within the groups included. With max_recv_rows also those dropped.
   const TensorView& num_rows() const;
   /// [L+1] int32: exclusive sums of expert_counts; flat_by_expert: where each expert's group
-  /// begins.
+  /// begins, at most max_recv_rows. Unspecified when no ids were given.
   const TensorView& offsets() const;
   HostCounts host_counts() const;
   /// [R, m, K], [sum of T, K] or [N, K] int32: global ids as sent (with replicas: physical),

@@ -52,9 +52,7 @@ Received AllToAll::dispatch(const DispatchInputs& inputs) {
   impl().require_not_failed();
   const exchange::DispatchCall call = api::check_dispatch(impl().exchange(), inputs);
   const Round round = impl().dispatch_send(call);
-  Received received = impl().dispatch_recv(round, call.deadline);
-  impl().run([&] { impl().check_token_counts(received.state()->slot_state(), inputs); });
-  return received;
+  return impl().dispatch_recv(round, call.deadline);
 }
 
 Round AllToAll::dispatch_send(const DispatchInputs& inputs) {
@@ -142,10 +140,11 @@ void AllToAll::release(const Round& round) {
 void AllToAll::sanitize(const TensorView& ids, const TensorView& counts,
                         std::int64_t invalid_expert_id, SanitizePolicy policy,
                         const TensorView& out) const {
+  const Impl::Call guard(impl());
   impl().require_usable();
   api::check_sanitize(ids, counts, invalid_expert_id, out);
   exchange::Exchange& exchange = impl().exchange();
-  exchange.freeze_indices(out.data);
+  exchange.freeze_indices(out);
   exchange.backend().sanitize({ids, static_cast<const std::int32_t*>(counts.data), out,
                                invalid_expert_id, policy, &exchange.map(), exchange.rank()});
 }

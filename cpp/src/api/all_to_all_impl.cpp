@@ -86,6 +86,9 @@ AllToAll::Impl::Impl(Communicator& communicator, const AllToAllConfig& config, A
     if (allocator != nullptr) {
       throw InvalidArgument("allocator: expected none beside workspace_of, got one");
     }
+    if (owner->session_->num_made() == UINT16_MAX) {
+      throw InvalidState("workspace_of: 65535 AllToAlls have used this workspace; make a new one");
+    }
     setup.workspace_of = owner->exchange_;
     setup.member = owner->session_->num_made();
   }
@@ -150,8 +153,15 @@ AllToAll::Impl::~Impl() {
   }
   if (session_->remove(exchange_)) {
     exchange_->leave();
-  } else {
-    exchange_->detach();
+    return;
+  }
+  end_open_rounds();  // what was received goes now
+  exchange_->detach();
+}
+
+void AllToAll::Impl::end_open_rounds() noexcept {
+  for (Slot& slot : exchange_->slots()) {
+    if (slot.is_open()) slot.state = SlotState::kFree;
   }
 }
 
@@ -224,13 +234,14 @@ Round AllToAll::Impl::dispatch_send(const exchange::DispatchCall& call) {
   Slot& slot = session_->next_slot(exchange_);
   run([&] { session_->settle_next_slot(call.deadline); });
   exchange_->prepare_dispatch(slot, call);
-  num_dropped_ += slot.routing ? 0 : slot.own_plan.num_dropped;
+  slot.num_tokens_per_rank = call.inputs->num_tokens_per_rank;
   slot.round = session_->next_round();
   slot.epoch = session_->next_epoch();
   slot.generation = exchange_->generation();
   session_->use_next_slot(exchange_);
   run([&] { exchange_->dispatch_send(slot, call); });
   session_->count_round();
+  num_dropped_ += slot.routing ? 0 : slot.own_plan.num_dropped;
   slot.state = SlotState::kSent;
   Round round;
   round.owner = id_;
@@ -241,19 +252,24 @@ Round AllToAll::Impl::dispatch_send(const exchange::DispatchCall& call) {
 
 Received AllToAll::Impl::dispatch_recv(const Round& round, base::Deadline limit) {
   Slot& slot = slot_of(round, SlotState::kSent, "dispatch_recv");
-  run([&] { exchange_->dispatch_recv(slot, limit); });
+  run([&] {
+    exchange_->dispatch_recv(slot, limit);
+    check_token_counts(slot);
+  });
   slot.state = SlotState::kReceived;
   return Received(std::make_shared<Received::State>(exchange_, slot.index, round));
 }
 
-void AllToAll::Impl::check_token_counts(const Slot& slot, const DispatchInputs& inputs) const {
-  if (!inputs.num_tokens_per_rank) return;
-  const auto& known = *inputs.num_tokens_per_rank;
+void AllToAll::Impl::check_token_counts(const Slot& slot) const {
+  if (!slot.num_tokens_per_rank) return;
+  const auto& known = *slot.num_tokens_per_rank;
   for (std::size_t rank = 0; rank < known.size(); ++rank) {
     if (!exchange_->active()[rank] || known[rank] == slot.token_counts[rank]) continue;
-    throw InvalidArgument(str("num_tokens_per_rank: expected ", slot.token_counts[rank],
-                              " tokens of rank ", rank, " in round ", slot.round, ", got ",
-                              known[rank], "; call reset() on every rank"));
+    const std::string text =
+        str("num_tokens_per_rank: expected ", slot.token_counts[rank], " tokens of rank ", rank,
+            " in round ", slot.round, ", got ", known[rank], "; call reset() on every rank");
+    exchange_->abort(text);  // only this rank knows
+    throw InvalidArgument(text);
   }
 }
 
@@ -286,6 +302,10 @@ void AllToAll::Impl::set_active(const std::vector<bool>& active) {
   }
   require_no_open_round("set_active_mask");
   for (const api::Session::Member& member : session_->members()) member->set_active(active);
+  // Members that are closed may have a released round to settle.
+  for (const api::Session::Member& user : session_->slot_users()) {
+    if (user != nullptr) user->set_active(active);
+  }
 }
 
 void AllToAll::Impl::set_placement(const Placement& placement, base::Deadline limit) {
@@ -305,22 +325,28 @@ void AllToAll::Impl::set_placement(const Placement& placement, base::Deadline li
   }
   api::Fields fields = api::encode(placement);
   fields.insert(fields.begin(), {"AllToAll whose placement is set", str(exchange_->identity())});
-  fields.emplace_back("placement version", str(exchange_->placement_version()));
-  const Communicator::Bytes bytes = to_bytes(api::flatten(fields));
+  // A rank that did not hear of the last one, because it timed out, is behind by one.
+  std::uint32_t version = exchange_->placement_version();
+  Communicator::Bytes bytes = to_bytes(api::flatten(fields));
+  bytes.insert(bytes.begin(), sizeof version, std::byte{});
+  std::memcpy(bytes.data(), &version, sizeof version);
   std::vector<std::string> by_rank;
   {
     Communicator::Impl& communicator = *exchange_->communicator();
     const Communicator::Impl::Call call(communicator, "set_placement");
     for (const Communicator::Bytes& other : communicator.channel().all_gather_bytes(
              bytes.data(), static_cast<std::int64_t>(bytes.size()), limit, "set_placement")) {
-      by_rank.push_back(to_text(other));
+      std::uint32_t theirs = 0;
+      std::memcpy(&theirs, other.data(), sizeof theirs);
+      version = std::max(version, theirs);
+      by_rank.push_back(to_text(other, sizeof theirs));
     }
   }
   api::compare_encoded(by_rank, what());
   AllToAllConfig changed = config();
   changed.placement = placement;
-  exchange_->set_placement(placement, std::move(map),
-                           digest_of(api::flatten(api::encode(changed))));
+  exchange_->set_placement(placement, std::move(map), digest_of(api::flatten(api::encode(changed))),
+                           version + 1);
 }
 
 void AllToAll::Impl::abort(const std::string& reason) {
@@ -356,9 +382,7 @@ void AllToAll::Impl::close(base::Deadline limit) {
     return;
   }
   // Of a failed session: the others' reset forgets them, too. Released ones may have to settle yet.
-  for (Slot& own : exchange_->slots()) {
-    if (own.is_open()) own.state = SlotState::kFree;
-  }
+  end_open_rounds();
   exchange_->detach();
 }
 

@@ -66,7 +66,12 @@ class AllToAll::Impl {
       body();
     } catch (const CapacityExceeded&) {
       throw;  // on every rank, and the round has begun on none
-    } catch (...) {
+    } catch (const Error&) {
+      session_->fail(std::current_exception());
+      throw;
+    } catch (const std::exception& error) {
+      // Of this rank alone: the peers must not wait for it.
+      exchange_->abort(error.what());
       session_->fail(std::current_exception());
       throw;
     }
@@ -80,7 +85,8 @@ class AllToAll::Impl {
   Received dispatch_recv(const Round& round, base::Deadline deadline);
   void combine_send(exchange::Slot& slot, const exchange::CombineCall& call);
   void combine_recv(exchange::Slot& slot, const exchange::CombineCall& call);
-  void check_token_counts(const exchange::Slot& slot, const DispatchInputs& inputs) const;
+  void end_open_rounds() noexcept;
+  void check_token_counts(const exchange::Slot& slot) const;
   void set_active(const std::vector<bool>& active);
   void set_placement(const Placement& placement, base::Deadline deadline);
   void abort(const std::string& reason);

@@ -9,6 +9,7 @@
 #include "base/kernels.h"
 #include "exchange/exchange.h"
 #include "fanfold/error.h"
+#include "plan/expert_map.h"
 #include "plan/wire.h"
 
 namespace fanfold::api {
@@ -100,7 +101,7 @@ std::string resolve_strategy(AllToAllConfig& config) {
   if (exact && (config.layout == Layout::kFlat || config.layout == Layout::kFlatByExpert)) {
     config.strategy = Strategy::kHighThroughput;
     return str("high_throughput: layout ", name_of(config.layout),
-               " of as many rows as arrive takes memory for no more than these");
+               " of as many rows as arrive, in symmetric memory that grows with them");
   }
   config.strategy = Strategy::kOneSided;
   return "one_sided: all ranks share the memory of this machine, and it moves each row once";
@@ -130,6 +131,19 @@ void check_layout(const AllToAllConfig& config, const Capabilities& record) {
     throw InvalidArgument(str("expert_alignment: expected 1 (only flat_by_expert has groups), got ",
                               config.expert_alignment, " with layout ", name_of(config.layout)));
   }
+}
+
+/// Counts and offsets of rows are int32.
+void check_rows(const AllToAllConfig& config, int num_ranks) {
+  if (config.layout != Layout::kFlatByExpert) return;
+  const plan::ExpertMap map =
+      plan::build_expert_map(config.placement, config.num_experts, num_ranks);
+  const std::int64_t experts = std::max(map.max_local_experts, config.max_local_experts);
+  check_range(
+      "rows of layout flat_by_expert",
+      config.max_tokens_per_rank * num_ranks * std::min<std::int64_t>(config.top_k, experts) +
+          experts * (config.expert_alignment - 1),
+      0, INT32_MAX);
 }
 
 void check_wires(const AllToAllConfig& config, const Capabilities& record) {
@@ -170,6 +184,7 @@ ResolvedConfig resolve(const AllToAllConfig& config, int num_ranks) {
   check_wires(out, record);
   check_range("channel_bytes", out.channel_bytes, 4096, std::int64_t{1} << 30);
   check_range("max_local_experts", out.max_local_experts, 0, out.num_experts);
+  check_rows(out, num_ranks);
   return resolved;
 }
 

@@ -53,6 +53,8 @@ class Session {
     const exchange::Slot* slot = nullptr;  // null: none is open
   };
   OpenRound open_round() const noexcept;
+  /// By slot: whose round is or was the last there; null: none.
+  const std::vector<Member>& slot_users() const noexcept { return slot_users_; }
 
   /// The number of the next member, in order of creation.
   std::uint16_t num_made() const noexcept { return num_made_; }
@@ -74,7 +76,7 @@ class Session {
   std::atomic<bool> is_busy_{false};
   std::uint64_t first_epoch_;
   std::uint64_t next_epoch_;
-  std::vector<Member> slot_users_;  // by slot: whose round is or was the last there; null: none
+  std::vector<Member> slot_users_;
   std::uint16_t num_made_ = 0;
   std::atomic<bool> has_failed_{false};
   mutable std::mutex mutex_;  // guards members_ and failure_

@@ -115,7 +115,8 @@ void Collective::compare_heads(const Slot& slot, const char* phase,
                                const exec::FlagFields& mine) const {
   for (int peer = 0; peer < num_ranks(); ++peer) {
     const std::string difference =
-        exec::difference(mine, rank_, heads_[static_cast<std::size_t>(peer)].fields, peer);
+        exec::call_difference(mine, rank_, heads_[static_cast<std::size_t>(peer)].fields, peer,
+                              config().test_knobs.first_epoch);
     if (difference.empty()) continue;
     throw InvalidArgument(base::str(what(), ": ", phase, " of round ", slot.round,
                                     " differs between ranks: ", difference,

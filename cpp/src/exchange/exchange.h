@@ -116,8 +116,9 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   void set_num_workers(int num_workers);
   int num_workers() const noexcept;
   /// Uses `placement`, whose tables are `map`, from the next round on. Between rounds, on every
-  /// rank alike. `config_digest` is that of the configuration with it.
-  void set_placement(const Placement& placement, plan::ExpertMap map, std::uint64_t config_digest);
+  /// rank alike. `config_digest` is that of the configuration with it, `version` grows.
+  void set_placement(const Placement& placement, plan::ExpertMap map, std::uint64_t config_digest,
+                     std::uint32_t version);
   virtual void abort(const std::string& reason) noexcept = 0;
   /// Collective; returns the first epoch of the new generation.
   virtual std::uint64_t reset(std::uint64_t max_epoch, base::Deadline deadline) = 0;
@@ -160,7 +161,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   std::shared_ptr<const Routing::Data> copy_routing(const Slot& slot) const;
   /// Before `ids`, if they are the received ids of an open round, are overwritten in place: takes
   /// what is otherwise read from them when it is first asked for.
-  void freeze_indices(const void* ids);
+  void freeze_indices(const TensorView& ids);
   std::int64_t num_rows(const Slot& slot) const noexcept;
   /// Leading dimensions of the layout's tensors.
   Extents leading(const Slot& slot) const noexcept;

@@ -66,11 +66,11 @@ void Exchange::end_setup() noexcept {
 }
 
 void Exchange::set_placement(const Placement& placement, plan::ExpertMap map,
-                             std::uint64_t config_digest) {
+                             std::uint64_t config_digest, std::uint32_t version) {
   setup_.config.placement = placement;
   setup_.config_digest = config_digest;
   setup_.map = std::move(map);
-  ++placement_version_;
+  placement_version_ = version;
 }
 
 }  // namespace fanfold::exchange

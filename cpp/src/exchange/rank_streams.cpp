@@ -216,26 +216,11 @@ Record RankStreams::take_record(Peer& peer, const Call& call) {
 
 void RankStreams::compare(const Record& mine, const Record& got, const Peer& peer,
                           const char* phase, const std::string& what) const {
-  // An epoch is a round, and above it how many combines of the round came before.
-  constexpr std::uint64_t kRoundMask = (std::uint64_t{1} << 48) - 1;
-  const auto round = [&](const Record& record) {
-    return static_cast<std::int64_t>((record.epoch & kRoundMask) - first_epoch_);
-  };
-  std::string difference;
-  if (got.kind == mine.kind && got.epoch != mine.epoch) {
-    const bool other_round = round(got) != round(mine);
-    const auto value = [&](const Record& record) {
-      return other_round ? round(record) : static_cast<std::int64_t>(record.epoch >> 48);
-    };
-    difference = base::str(other_round ? "round" : "earlier combines of the round", ": rank ",
-                           rank_, " has ", value(mine), ", rank ", peer.rank, " has ", value(got));
-  } else {
-    difference = exec::difference(mine, rank_, got, peer.rank);
-  }
+  const std::string difference = exec::call_difference(mine, rank_, got, peer.rank, first_epoch_);
   if (difference.empty()) return;
-  throw InvalidArgument(base::str(what, ": ", phase, " of round ", round(mine),
-                                  " differs between ranks: ", difference,
-                                  "; call reset() on every rank"));
+  throw InvalidArgument(
+      base::str(what, ": ", phase, " of round ", exec::round_of(mine.epoch, first_epoch_),
+                " differs between ranks: ", difference, "; call reset() on every rank"));
 }
 
 // In the order in which peers send: the next rank writes to this one last.

@@ -6,6 +6,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "exec/params.h"
@@ -88,14 +89,15 @@ struct Slot {
   std::shared_ptr<const Routing::Data> frozen;   // copy made before the ids were edited in place
   std::vector<float> token_weights;              // [T, K] (weighting origin)
   std::vector<exec::PayloadRows> payload_rows;
-  std::vector<PayloadSpec> payloads;        // with a wire, the scales of payload 0 come last
-  plan::Store store;                        // where the rows of this round lie
-  std::vector<std::int64_t> row_begin;      // [R+1] of each source's rows in the store
-  std::vector<std::int64_t> layout_begin;   // [R+1] of each source's rows in a layout per rank
-  std::vector<std::int64_t> expert_begin;   // [L+1] of each expert's rows in a layout per expert
-  std::int64_t num_layout_rows = 0;         // that the round brings, dropped ones included
-  std::int64_t num_kept_rows = 0;           // of those: rows below the layout's capacity
-  std::vector<std::int32_t> token_counts;   // [R]
+  std::vector<PayloadSpec> payloads;       // with a wire, the scales of payload 0 come last
+  plan::Store store;                       // where the rows of this round lie
+  std::vector<std::int64_t> row_begin;     // [R+1] of each source's rows in the store
+  std::vector<std::int64_t> layout_begin;  // [R+1] of each source's rows in a layout per rank
+  std::vector<std::int64_t> expert_begin;  // [L+1] of each expert's rows in a layout per expert
+  std::int64_t num_layout_rows = 0;        // that the round brings, dropped ones included
+  std::int64_t num_kept_rows = 0;          // of those: rows below the layout's capacity
+  std::optional<std::vector<std::int64_t>> num_tokens_per_rank;  // as the caller knows them
+  std::vector<std::int32_t> token_counts;                        // [R]
   std::vector<std::int32_t> rows_matrix;    // [source, destination] rows, where every rank knows it
   std::vector<std::int32_t> gathered_rows;  // gathered: the rows routed here
   plan::ExpertRows expert_rows;

@@ -101,10 +101,12 @@ void Exchange::restore_indices(const Slot& slot) {
             const_cast<std::int32_t*>(received_tokens(slot)));
 }
 
-void Exchange::freeze_indices(const void* ids) {
+void Exchange::freeze_indices(const TensorView& ids) {
+  const auto* data = static_cast<const std::byte*>(ids.data);
   for (Slot& slot : slots_) {
     if (slot.state != SlotState::kReceived || !slot.has_ids || slot.frozen) continue;
-    if (ids != received_ids(slot)) continue;
+    const auto* first = reinterpret_cast<const std::byte*>(received_ids(slot));
+    if (data < first || data >= first + store_rows(slot) * workspace_.top_k * 4) continue;
     count_experts(slot);
     slot.frozen = copy_routing(slot);
   }

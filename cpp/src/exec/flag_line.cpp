@@ -115,4 +115,13 @@ std::string difference(const FlagFields& mine, int rank, const FlagFields& got, 
   return {};
 }
 
+std::string call_difference(const FlagFields& mine, int rank, const FlagFields& got, int peer,
+                            std::uint64_t first_epoch) {
+  if (got.kind != mine.kind || got.epoch == mine.epoch) return difference(mine, rank, got, peer);
+  const std::int64_t my_round = round_of(mine.epoch, first_epoch);
+  const std::int64_t their_round = round_of(got.epoch, first_epoch);
+  if (my_round != their_round) return differ("round", rank, my_round, peer, their_round);
+  return differ("earlier combines of the round", rank, mine.epoch >> 48, peer, got.epoch >> 48);
+}
+
 }  // namespace fanfold::exec

@@ -68,4 +68,15 @@ FlagFields read(const FlagLine& line) noexcept;
 /// values.
 std::string difference(const FlagFields& mine, int rank, const FlagFields& got, int peer);
 
+/// The same where the kinds of call agree but their epochs may not, as they cannot where flags are
+/// waited for by epoch: then also the round, or how many combines of it came before.
+std::string call_difference(const FlagFields& mine, int rank, const FlagFields& got, int peer,
+                            std::uint64_t first_epoch);
+
+/// The number of the round whose dispatch or combine has `epoch`.
+inline std::int64_t round_of(std::uint64_t epoch, std::uint64_t first_epoch) noexcept {
+  constexpr std::uint64_t kRoundMask = (std::uint64_t{1} << 48) - 1;
+  return static_cast<std::int64_t>((epoch & kRoundMask) - first_epoch);
+}
+
 }  // namespace fanfold::exec

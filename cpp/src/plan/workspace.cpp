@@ -87,7 +87,7 @@ void walk_local_slot(const AllToAllConfig& config, Workspace& w) {
   };
   w.local_payload_bytes = by_expert || flat_copy ? area(rows) : 0;
   w.local_payload_offset = slot.take(w.local_payload_bytes);
-  w.local_gathered_bytes = gathered ? area(tokens) : 0;
+  w.local_gathered_bytes = config.layout == Layout::kGathered ? area(tokens) : 0;
   w.local_gathered_offset = slot.take(w.local_gathered_bytes);
   // Results per expert are folded, gathered ones picked, flat ones may have to be spread.
   const bool local_results = by_expert || flat_copy || config.layout == Layout::kGathered;
@@ -107,7 +107,10 @@ namespace {
 /// What the strategies over collectives send from.
 std::int64_t scratch_bytes(const AllToAllConfig& config, const Workspace& w) {
   if (config.strategy == Strategy::kTwoSided) return 0;
-  if (config.strategy != Strategy::kBatched) return w.store.combine_bytes;
+  if (config.strategy != Strategy::kBatched) {
+    // In the stated order partials go straight from where they lie.
+    return config.deterministic ? 0 : w.store.combine_bytes;
+  }
   const std::int64_t rows = w.num_ranks * w.max_tokens_per_rank;
   const std::int64_t index_bytes = 4 + std::int64_t{8} * w.top_k;
   const std::int64_t per_row =

@@ -72,7 +72,7 @@ struct Workspace {
   std::int64_t local_weights_offset = 0;       // per expert: per row float32
   std::int64_t local_payload_offset = 0;       // rows in the layout, where the store has them not
   std::int64_t local_payload_bytes = 0;
-  std::int64_t local_gathered_offset = 0;  // broadcast, gather_scatter: every token's rows
+  std::int64_t local_gathered_offset = 0;  // layout gathered: every token's rows
   std::int64_t local_gathered_bytes = 0;
   std::int64_t local_combine_offset = 0;  // the experts' results, where they do not go home as is
   std::int64_t local_combine_bytes = 0;

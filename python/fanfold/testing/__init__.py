@@ -9,6 +9,7 @@ from fanfold.testing.conformance import (
     run_case_on_processes,
     run_case_on_threads,
     run_check,
+    run_pairs_on_processes,
 )
 from fanfold.testing.harness import Harness, NumpyTensors, Tensors
 from fanfold.testing.oracle import Expected, OracleRound, oracle
@@ -48,6 +49,7 @@ __all__ = [
     "run_case_on_processes",
     "run_case_on_threads",
     "run_check",
+    "run_pairs_on_processes",
     "spawn_processes",
     "spawn_threads",
     "thread_outcomes",

@@ -7,6 +7,7 @@ import numpy
 
 from fanfold.testing.floats import Array
 from fanfold.testing.harness import Harness, expect, expect_equal
+from fanfold.testing.oracle import is_per_expert
 from fanfold.testing.suite import check
 from fanfold.testing.trials import Case, PayloadKind, Setup, Trial, random_ids
 
@@ -14,8 +15,8 @@ ID_DTYPES = ("int16", "int32", "int64")
 
 
 def has_padded_ids(case: Case) -> bool:
-    """Say whether the layout has rows without a token, and ids in them."""
-    return case.layout == "rank_major"
+    """Say whether the layout can have rows without a token, and ids in them."""
+    return case.layout in ("rank_major", "flat")
 
 
 def no_ids(rng: numpy.random.Generator, num_tokens: int, setup: Setup) -> Array:
@@ -74,27 +75,30 @@ def _arrivals(case: Case, trial: Trial, source: int, token: int, host: int) -> i
     rank_of = trial.oracle.rank_of
     ids = {i for i in trial.oracle.topk_ids[source][token].tolist() if i >= 0}
     local = [expert for expert in ids if rank_of[expert] == host]
-    return len(local) if case.layout == "expert_major" else int(bool(local))
+    return len(local) if is_per_expert(case.layout) else int(bool(local))
 
 
-@check()
+@check(core=True)
 def rows_keep_the_order_of_source_rank_and_token(harness: Harness) -> None:
     """Looks at the origins that came, whatever the oracle says."""
-    setup = Setup(max_tokens=9)
+    setup = Setup(max_tokens=9, expert_alignment=2)
+    layout = harness.case.layout
     with harness.create(setup) as a2a:
         for seed in range(5):
             recv = harness.dispatch(a2a, harness.trial(setup, seed))
             ranks = harness.tensors.to_array(recv.source_rank).astype(numpy.int64)
             tokens = harness.tensors.to_array(recv.source_token)
             order = ranks * 1000 + tokens
-            groups = order if harness.case.layout == "expert_major" else [order.reshape(-1)]
+            groups = order if layout == "expert_major" else [order.reshape(-1)]
+            if layout == "flat_by_expert":
+                groups = numpy.split(order, harness.tensors.to_array(recv.offsets)[1:-1])
             for group in groups:
                 sequence = group[group >= 0]
                 expect(bool((numpy.diff(sequence) > 0).all()), f"order: {sequence}")
             recv.release()
 
 
-@check()
+@check(core=True)
 def counts_on_the_host_equal_those_of_the_tensors(harness: Harness) -> None:
     """`host_counts()` gives the same numbers as the tensors."""
     setup = Setup()
@@ -108,10 +112,10 @@ def counts_on_the_host_equal_those_of_the_tensors(harness: Harness) -> None:
         recv.release()
 
 
-@check(applies=has_padded_ids)
+@check(applies=has_padded_ids, core=True)
 def ids_past_the_counts_are_invalid(harness: Harness) -> None:
     """Stale ids of an earlier, fuller round never show."""
-    setup = Setup()
+    setup = Setup(max_recv_rows=20)
     with harness.create(setup) as a2a:
         full = harness.trial(setup, 1, num_tokens=[6] * harness.num_ranks, ids=valid_ids)
         for invalid in (-1, setup.num_experts, 0, -77):
@@ -120,7 +124,7 @@ def ids_past_the_counts_are_invalid(harness: Harness) -> None:
             harness.dispatch(a2a, sparse).release()
 
 
-@check()
+@check(core=True)
 def a_round_of_zero_tokens_is_ordinary(harness: Harness) -> None:
     """No rank has a token."""
     setup = Setup()
@@ -130,7 +134,7 @@ def a_round_of_zero_tokens_is_ordinary(harness: Harness) -> None:
             harness.exchange(a2a, trial)
 
 
-@check()
+@check(core=True)
 def ranks_without_tokens_take_part(harness: Harness) -> None:
     """Every rank is the empty one in turn, and the only full one."""
     setup = Setup()
@@ -176,7 +180,7 @@ def tokens_without_an_expert_become_zeros(harness: Harness) -> None:
         expect(not harness.tensors.to_array(out).any(), "out: not zero")
 
 
-@check()
+@check(core=True)
 def duplicate_experts_merge(harness: Harness) -> None:
     """A token that names an expert twice sends one row and has the sum of the weights."""
     for setup in (Setup(top_k=5), Setup(top_k=4, num_experts=4), Setup(top_k=2, num_experts=1)):
@@ -184,7 +188,7 @@ def duplicate_experts_merge(harness: Harness) -> None:
             harness.exchange(a2a, harness.trial(setup, ids=few_experts))
 
 
-@check()
+@check(core=True)
 def experts_may_be_spread_unevenly(harness: Harness) -> None:
     """E mod R is not zero; every kind of placement."""
     for placement in ("linear", "round_robin", [3, 0, 0, 3, 0, 1, 0]):
@@ -310,7 +314,7 @@ def any_top_k_works(harness: Harness) -> None:
             harness.exchange(a2a, harness.trial(setup, top_k))
 
 
-@check(num_ranks=2)
+@check(num_ranks=2, core=True)
 def guard_bytes_between_rows_stay_untouched(harness: Harness) -> None:
     """Rows that do not touch each other show a store past a row's end."""
     setup = Setup(knobs={"row_guard_bytes": 64}, hidden=7)

@@ -45,7 +45,7 @@ def _finish(harness: Harness, a2a: fanfold.AllToAll, trial: Trial, handle: Any, 
     harness.check_result(out, trial)
 
 
-@check()
+@check(core=True)
 def rounds_without_synchronisation_never_mix(harness: Harness) -> None:
     """Sixty rounds, random delays on each rank, m and payloads ever different."""
     setup = Setup(knobs={"delay_seed": 1 + harness.rank}, max_tokens=7)
@@ -77,7 +77,7 @@ def layers_and_steps_are_verified_at_the_end(harness: Harness) -> None:
         harness.check_result(out, trials[which])
 
 
-@check(num_ranks=3)
+@check(num_ranks=3, core=True)
 def several_rounds_may_be_in_flight(harness: Harness) -> None:
     """max_in_flight 1 to 3: each round keeps its own rows until its combine."""
     for depth in (1, 2, 3):
@@ -168,7 +168,7 @@ def a_round_may_end_without_a_combine(harness: Harness) -> None:
         expect(not recv.is_open, "is_open after the with block")
 
 
-@check(num_ranks=3)
+@check(num_ranks=3, core=True)
 def routing_serves_later_payloads(harness: Harness) -> None:
     """dispatch(routing=...) sends new rows along the old ones, at any later time."""
     setup = Setup(max_in_flight=2)

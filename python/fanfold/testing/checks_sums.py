@@ -40,7 +40,7 @@ def sums_of_float16_partials_equal_the_oracle(harness: Harness) -> None:
     _sums(harness, "float16")
 
 
-@check()
+@check(core=True)
 def sums_of_bfloat16_partials_equal_the_oracle(harness: Harness) -> None:
     """Rows and results of every type; partials travel as bfloat16."""
     _sums(harness, "bfloat16")
@@ -65,7 +65,7 @@ def any_hidden_size_works(harness: Harness) -> None:
                 harness.exchange(a2a, harness.trial(setup, hidden))
 
 
-@check(num_ranks=3)
+@check(num_ranks=3, core=True)
 def staged_rows_give_the_bits_of_zero_copy(harness: Harness) -> None:
     """`y` in the combine buffer and `y` elsewhere, contiguous or not."""
     setup = Setup(dtype="bfloat16", hidden=21)
@@ -118,7 +118,7 @@ def a_round_that_is_kept_may_be_combined_again(harness: Harness) -> None:
                 expect(recv.is_open != release, f"is_open is {recv.is_open}")
 
 
-@check(num_ranks=2, applies=is_origin)
+@check(num_ranks=2, applies=is_origin, core=True)
 def weights_may_be_given_to_combine(harness: Harness) -> None:
     """Weighting origin: in place of those of dispatch, or as the only ones."""
     setup = Setup()

@@ -7,15 +7,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import fanfold
-from fanfold.testing import checks_dispatch, checks_rounds, checks_sums
+from fanfold.testing import checks_dispatch, checks_layouts, checks_rounds, checks_sums
 from fanfold.testing.harness import Harness, NumpyTensors, Tensors, expect
 from fanfold.testing.spawn import describe_error, process_outcomes, spawn_threads
 from fanfold.testing.suite import CHECKS, Check
 from fanfold.testing.trials import Case, all_cases
 
-MODULES = (checks_dispatch, checks_sums, checks_rounds)  # importing them fills CHECKS
+MODULES = (
+    checks_dispatch,
+    checks_layouts,
+    checks_sums,
+    checks_rounds,
+)  # importing them fills CHECKS
 NUM_RANKS = 4
 MAX_FAILURES = 8  # on processes; each costs seconds
+Pair = tuple[Case, str]  # a case and the name of a check
 
 
 @dataclass(frozen=True)
@@ -61,10 +67,9 @@ def run_check(
     CHECKS[name].run(Harness(comm, case, tensors or NumpyTensors(), seed))
 
 
-def run_checks(
+def run_pairs(
     comm: fanfold.Communicator,
-    names: Sequence[str],
-    case: Case,
+    pairs: Sequence[Pair],
     tensors: Tensors | None = None,
     seed: int = 0,
 ) -> list[Result]:
@@ -73,7 +78,7 @@ def run_checks(
     A check that wants fewer ranks than there are runs on the first ones.
     """
     results = []
-    for name in names:
+    for case, name in pairs:
         wanted = min(CHECKS[name].num_ranks, comm.num_ranks)
         group: fanfold.Communicator | None = comm
         try:
@@ -93,15 +98,15 @@ def run_checks(
     return results
 
 
-def _merge(results_of_ranks: Sequence[Sequence[Result]], names: Sequence[str]) -> list[Result]:
+def _merge(results_of_ranks: Sequence[Sequence[Result]], pairs: Sequence[Pair]) -> list[Result]:
     """Join the ranks' results; what a rank that saw the cause says comes first."""
     merged: list[Result] = []
-    for index, name in enumerate(names):
+    for index, (case, name) in enumerate(pairs):
         of_check = [results[index] for results in results_of_ranks if index < len(results)]
         if not of_check:
             break
         errors = sorted((r.error for r in of_check if r.error), key=lambda text: text[0] == "(")
-        merged.append(Result(name, of_check[0].case, "\n".join(errors)))
+        merged.append(Result(name, str(case), "\n".join(errors)))
         if errors:
             break
     return merged
@@ -122,28 +127,34 @@ def run_case_on_threads(
     return results
 
 
-def run_case_on_processes(
-    case: Case, names: Sequence[str], tensors: Tensors | None = None, seed: int = 0
+def run_pairs_on_processes(
+    pairs: Sequence[Pair], tensors: Tensors | None = None, seed: int = 0
 ) -> list[Result]:
-    """Run checks of one case on a group of processes; a failure costs a new group."""
+    """Run checks in a row on a group of processes; a failure costs a new group."""
     results: list[Result] = []
-    remaining = list(names)
+    remaining = list(pairs)
     while remaining:
         if sum(bool(result.error) for result in results) >= MAX_FAILURES:
-            text = f"not run: {MAX_FAILURES} checks of this case failed before"
-            return results + [Result(name, str(case), text) for name in remaining]
-        outcomes = process_outcomes(
-            NUM_RANKS, run_checks, remaining, case, tensors, seed, timeout_s=300.0
-        )
-        of_ranks = [outcome.value or [] for outcome in outcomes]
-        merged = _merge(of_ranks, remaining)
+            text = f"not run: {MAX_FAILURES} checks failed before"
+            return results + [Result(name, str(case), text) for case, name in remaining]
+        outcomes = process_outcomes(NUM_RANKS, run_pairs, remaining, tensors, seed, timeout_s=300.0)
+        merged = _merge([outcome.value or [] for outcome in outcomes], remaining)
         died = [str(outcome.error) for outcome in outcomes if outcome.error is not None]
         if died:
-            failed = merged.pop().check if merged and merged[-1].error else remaining[len(merged)]
-            merged.append(Result(failed, str(case), "\n".join(died)))
+            if merged and merged[-1].error:
+                merged.pop()
+            case, name = remaining[len(merged)]
+            merged.append(Result(name, str(case), "\n".join(died)))
         results += merged
         remaining = remaining[len(merged) :]
     return results
+
+
+def run_case_on_processes(
+    case: Case, names: Sequence[str], tensors: Tensors | None = None, seed: int = 0
+) -> list[Result]:
+    """Run checks of one case on a group of processes."""
+    return run_pairs_on_processes([(case, name) for name in names], tensors, seed)
 
 
 def conformance(
@@ -176,7 +187,7 @@ def conformance(
         elif where == "processes":
             report.results += run_case_on_processes(case, names, tensors, seed)
         elif isinstance(where, fanfold.Communicator):
-            report.results += run_checks(where, names, case, tensors, seed)
+            report.results += run_pairs(where, [(case, name) for name in names], tensors, seed)
             if report.failures:
                 break
         else:

@@ -18,6 +18,7 @@ import numpy
 
 import fanfold
 from fanfold.testing.floats import STORED, Array, same_bits
+from fanfold.testing.fp8 import same_nan
 from fanfold.testing.trials import Case, Setup, Trial, draw_trial
 
 
@@ -47,9 +48,11 @@ class NumpyTensors:
         return stored.view(ml_dtypes.bfloat16)
 
     def to_array(self, tensor: Any) -> Array:
-        """Return the array itself; bfloat16 as uint16."""
+        """Return the array itself; bfloat16 as uint16, FP8 as uint8."""
         array = numpy.asarray(tensor)
-        return array.view(numpy.uint16) if array.dtype.name == "bfloat16" else array
+        if array.dtype.name == "bfloat16":
+            return array.view(numpy.uint16)
+        return array.view(numpy.uint8) if array.dtype.name.startswith("float8") else array
 
 
 def expect(condition: bool, message: str) -> None:
@@ -137,6 +140,12 @@ class Harness:
         expect_equal("source_rank", array(recv.source_rank), wanted.source_rank)
         expect_equal("source_token", array(recv.source_token), wanted.source_token)
         self._check_payloads(recv, trial, wanted)
+        if wanted.scales is None:
+            expect(recv.scales is None, "scales: expected None without a wire")
+        else:
+            scales = array(recv.scales)
+            expect(scales.shape == wanted.scales.shape, f"scales: {scales.shape}")
+            expect_equal("scales", scales[wanted.is_token], wanted.scales[wanted.is_token])
         if wanted.topk_ids is None:
             expect(recv.topk_ids is None, "topk_ids: expected None in this layout")
         else:
@@ -146,7 +155,7 @@ class Harness:
         else:
             weights = array(recv.topk_weights)
             expect(weights.shape == wanted.topk_weights.shape, f"topk_weights: {weights.shape}")
-            here = wanted.is_token
+            here = wanted.is_token | wanted.is_zero
             expect_equal("topk_weights", weights[here], wanted.topk_weights[here])
 
     def _check_payloads(self, recv: fanfold.Received, trial: Trial, wanted: Any) -> None:
@@ -158,8 +167,11 @@ class Harness:
                 mine.shape == its.shape and mine.dtype == its.dtype,
                 f"{name}: expected {its.dtype} {its.shape}, got {mine.dtype} {mine.shape}",
             )
-            rows, wanted_rows = mine[wanted.is_token], its[wanted.is_token]
-            expect_equal(name, _as_bytes(rows), _as_bytes(wanted_rows))
+            here = wanted.is_token | wanted.is_zero
+            rows, wanted_rows = _as_bytes(mine[here]), _as_bytes(its[here])
+            if wanted.scales is not None and index == 0:
+                rows, wanted_rows = same_nan(rows), same_nan(wanted_rows)
+            expect_equal(name, rows, wanted_rows)
 
     def experts(
         self,
@@ -174,11 +186,11 @@ class Harness:
     ) -> Any:
         """Return this rank's rows of the experts, in the combine buffer if `zero_copy`.
 
-        In rank_major that buffer holds `combine_dtype` only; other rows are staged.
+        Where rows go home as they lie that buffer holds `combine_dtype` only; others are staged.
         """
         hidden = hidden or trial.setup.hidden
         y_dtype = y_dtype or trial.setup.combine_type
-        if self.case.layout == "rank_major" and y_dtype != trial.setup.combine_type:
+        if self.case.layout in ("rank_major", "flat") and y_dtype != trial.setup.combine_type:
             zero_copy = False
         mine = trial.ys(hidden, y_dtype, variant)[self.rank]
         if not zero_copy:

@@ -14,12 +14,16 @@ Body = Callable[[Harness], None]
 
 @dataclass(frozen=True)
 class Check:
-    """One guarantee: a function that every rank runs, and that raises if it does not hold."""
+    """One guarantee: a function that every rank runs, and that raises if it does not hold.
+
+    `is_core`: it tells layouts and strategies apart; the others look at what these share.
+    """
 
     name: str
     run: Body
     num_ranks: int
     applies: Callable[[Case], bool]
+    is_core: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -29,13 +33,15 @@ CHECKS: dict[str, Check] = {}
 
 
 def check(
-    num_ranks: int = 4, applies: Callable[[Case], bool] | None = None
+    num_ranks: int = 4,
+    applies: Callable[[Case], bool] | None = None,
+    core: bool = False,
 ) -> Callable[[Body], Body]:
     """Add a function to the suite; its name is the check's, a sentence."""
 
     def add(body: Body) -> Body:
         CHECKS[body.__name__] = Check(
-            body.__name__, body, num_ranks, applies or (lambda case: True)
+            body.__name__, body, num_ranks, applies or (lambda case: True), core
         )
         return body
 
@@ -44,4 +50,4 @@ def check(
 
 def is_two_phase(case: Case) -> bool:
     """Say whether dispatch and combine of the case have two halves."""
-    return case.strategy != "broadcast"
+    return case.strategy in ("one_sided", "low_latency")

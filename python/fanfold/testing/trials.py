@@ -10,7 +10,8 @@ from typing import Any
 import numpy
 
 from fanfold.testing.floats import STORED, Array, round_to
-from fanfold.testing.oracle import WEIGHTINGS, OracleRound, Row
+from fanfold.testing.oracle import WEIGHTINGS, OracleRound, Row, is_flat, is_per_expert
+from fanfold.testing.placements import num_logical_experts
 
 FLOATS = ("float32", "float16", "bfloat16")
 
@@ -27,17 +28,26 @@ class Case:
         return f"{self.strategy}-{self.layout}-{self.weighting}"
 
 
+_ROUTED = ("rank_major", "expert_major", "flat", "flat_by_expert")
+# Every layout of every strategy; the first are those that it lays out itself.
+LAYOUTS_OF = {
+    "broadcast": ("gathered", *_ROUTED),
+    "gather_scatter": ("gathered", *_ROUTED),
+    "batched": _ROUTED,
+    "one_sided": _ROUTED,
+    "two_sided": _ROUTED,
+    "high_throughput": ("flat", "flat_by_expert"),
+    "low_latency": _ROUTED,
+}
+
+
 def all_cases(
     strategies: Sequence[str] | None = None, layouts: Sequence[str] | None = None
 ) -> list[Case]:
     """Return every pairing of strategy, layout and weighting that the library has."""
-    native = {
-        "broadcast": ("rank_major", "gathered", "expert_major"),
-        "one_sided": ("rank_major", "expert_major"),
-    }
     return [
         Case(strategy, layout, weighting)
-        for strategy, its_layouts in native.items()
+        for strategy, its_layouts in LAYOUTS_OF.items()
         for layout in its_layouts
         for weighting in WEIGHTINGS[layout]
         if strategies is None or strategy in strategies
@@ -59,6 +69,13 @@ class Setup:
     extra_bytes: int = 64
     combine_row_bytes: int | None = None
     check_ids: str | None = None
+    max_recv_rows: int | None = None  # layouts flat and flat_by_expert
+    expert_alignment: int = 1  # layout flat_by_expert
+    max_local_experts: int = 0
+    dispatch_wire: str | None = None  # strategy low_latency
+    combine_wire: str | None = None
+    wire_scale: str = "float32"
+    channel_bytes: int | None = None  # strategy two_sided
     max_in_flight: int = 1
     timeout_s: float = 30.0
     name: str = "conformance"
@@ -68,6 +85,26 @@ class Setup:
     def combine_type(self) -> str:
         """The dtype in which partials travel."""
         return self.combine_dtype or self.dtype
+
+    @property
+    def num_logical_experts(self) -> int:
+        """Ids of tokens are below it."""
+        return num_logical_experts(self.placement, self.num_experts)
+
+    def _keywords_of_layout(self, case: Case) -> dict[str, Any]:
+        keywords: dict[str, Any] = {}
+        if is_flat(case.layout) and self.max_recv_rows is not None:
+            keywords["max_recv_rows"] = self.max_recv_rows
+        if case.layout == "flat_by_expert":
+            keywords["expert_alignment"] = self.expert_alignment
+        if case.strategy == "low_latency":
+            keywords["dispatch_wire"] = self.dispatch_wire
+            keywords["wire_scale"] = self.wire_scale
+            if is_per_expert(case.layout):
+                keywords["combine_wire"] = self.combine_wire
+        if self.channel_bytes is not None:
+            keywords["channel_bytes"] = self.channel_bytes
+        return keywords
 
     def keywords(self, case: Case) -> dict[str, Any]:
         """Return the arguments of `fanfold.AllToAll`."""
@@ -87,6 +124,8 @@ class Setup:
             "strategy": case.strategy,
             "layout": case.layout,
             "weighting": case.weighting,
+            "max_local_experts": self.max_local_experts,
+            **self._keywords_of_layout(case),
         }
         if self.combine_row_bytes is not None:
             keywords["combine_row_bytes"] = self.combine_row_bytes
@@ -137,7 +176,7 @@ class Trial:
 def random_ids(rng: numpy.random.Generator, num_tokens: int, setup: Setup) -> Array:
     """Draw ids: mostly valid, some -1, some twice."""
     shape = (num_tokens, setup.top_k)
-    ids = rng.integers(0, setup.num_experts, shape)
+    ids = rng.integers(0, setup.num_logical_experts, shape)
     ids[rng.random(shape) < 0.12] = -1
     return ids
 
@@ -163,8 +202,13 @@ def draw_trial(
     has_weights: bool = True,
     active: Sequence[bool] | None = None,
     invalid_expert_id: int = -1,
+    placement: Any = None,
 ) -> Trial:
-    """Draw the inputs of one round of all ranks; equal for equal arguments."""
+    """Draw the inputs of one round of all ranks; equal for equal arguments.
+
+    Args:
+        placement: that of the round, where it is no longer the set-up's.
+    """
     rng = numpy.random.default_rng(list(seed))
     limit = round_max_tokens or setup.max_tokens
     if num_tokens is None:
@@ -180,11 +224,17 @@ def draw_trial(
         payloads=payloads,
         topk_weights=weights if has_weights else None,
         round_max_tokens=limit,
-        placement=setup.placement,
+        placement=setup.placement if placement is None else placement,
         layout=case.layout,
         weighting=case.weighting,
         combine_dtype=setup.combine_type,
         active=active,
         invalid_expert_id=invalid_expert_id,
+        dtype=kinds[0].dtype,
+        expert_alignment=setup.expert_alignment,
+        max_recv_rows=setup.max_recv_rows,
+        dispatch_wire=setup.dispatch_wire,
+        combine_wire=setup.combine_wire,
+        wire_scale=setup.wire_scale,
     )
     return Trial(setup, tuple(kinds), oracle, tuple(seed))
