@@ -14,14 +14,31 @@ from typing import Any
 
 import numpy
 import pytest
-from support.rounds import STRATEGIES, echo, ids, make, random_ids, tokens, weights, works
+from support.rounds import (
+    ALL_STRATEGIES,
+    MASKING_STRATEGIES,
+    PADDED_STRATEGIES,
+    echo,
+    ids,
+    layout_per_expert,
+    make,
+    random_ids,
+    tokens,
+    weights,
+    works,
+)
 
 import fanfold
 from fanfold.testing import spawn_threads
 
 
-@pytest.fixture(params=STRATEGIES)
+@pytest.fixture(params=ALL_STRATEGIES)
 def strategy(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=PADDED_STRATEGIES)
+def padded_strategy(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
@@ -51,18 +68,23 @@ def test_a_different_round_max_tokens_is_an_error_on_both_sides(strategy: str) -
     spawn_threads(2, fn)
 
 
-def test_wrong_orders_have_their_own_errors() -> None:  # S9
+def test_wrong_orders_have_their_own_errors(strategy: str) -> None:  # S9
     def fn(comm: fanfold.Communicator) -> None:
-        a2a = make(comm)
+        a2a = make(comm, strategy=strategy)
         recv = a2a.dispatch(ids([0, 1]), [tokens(1)])
         with pytest.raises(fanfold.InvalidState, match="max_in_flight"):
             a2a.dispatch(ids([0, 1]), [tokens(1)])
-        with pytest.raises(fanfold.InvalidState, match=r"combine_recv.*received"):
-            a2a.combine_recv(recv.handle)
+        if a2a.capabilities.two_phase:
+            with pytest.raises(fanfold.InvalidState, match=r"combine_recv.*received"):
+                a2a.combine_recv(recv.handle)
+        else:
+            with pytest.raises(fanfold.Unsupported, match="combine_recv"):
+                a2a.combine_recv(recv.handle)
+        shape = tuple(recv.payloads[0].shape)
         out = recv.combine(recv.combine_buffer())
         assert out.shape == (1, 8)
         with pytest.raises(fanfold.InvalidState, match=r"combine.*has ended|combine.*is ended"):
-            a2a.combine(numpy.zeros((2, 4, 8), numpy.float32), recv.handle)
+            a2a.combine(numpy.zeros(shape, numpy.float32), recv.handle)
         with pytest.raises(fanfold.InvalidState, match="ended"):
             _ = recv.payloads
         a2a.close()
@@ -90,10 +112,10 @@ def test_ranks_may_close_in_any_order_and_twice(strategy: str, seed: int) -> Non
     spawn_threads(4, fn)
 
 
-def test_dropping_everything_without_close_is_harmless(strategy: str) -> None:  # S10
+def test_dropping_everything_without_close_is_harmless(padded_strategy: str) -> None:  # S10
     def fn(comm: fanfold.Communicator) -> None:
         for _ in range(3):
-            a2a = make(comm, strategy=strategy)
+            a2a = make(comm, strategy=padded_strategy)
             recv = a2a.dispatch(random_ids(comm.rank, 2), [tokens(2)])
             rows = recv.payloads[0]
             comm.barrier()
@@ -105,7 +127,9 @@ def test_dropping_everything_without_close_is_harmless(strategy: str) -> None:  
 
 
 @pytest.mark.parametrize("what", ["a2a", "recv", "closed"])
-def test_an_interpreter_may_exit_with_everything_open(strategy: str, what: str) -> None:  # S10
+def test_an_interpreter_may_exit_with_everything_open(
+    padded_strategy: str, what: str
+) -> None:  # S10
     program = f"""
 import numpy, threading
 import fanfold
@@ -114,7 +138,7 @@ kept = []
 def run(comm):
     a2a = fanfold.AllToAll(
         comm, num_experts=4, top_k=2, max_tokens_per_rank=4, hidden=8, dtype="float32",
-        strategy="{strategy}")
+        strategy="{padded_strategy}")
     recv = a2a.dispatch(numpy.int32([[0, 3]]), [numpy.ones((1, 8), numpy.float32)])
     kept.append({{"a2a": a2a, "recv": recv, "closed": recv.payloads[0]}}["{what}"])
     if "{what}" == "closed":
@@ -161,29 +185,38 @@ def test_mismatched_splits_are_an_error_on_both_sides() -> None:  # S13
     spawn_threads(2, fn)
 
 
-DIFFERENT: list[tuple[str, Any, Any]] = [
-    ("max_tokens_per_rank", 4, 8),
-    ("num_experts", 4, 5),
-    ("top_k", 2, 3),
-    ("hidden", 8, 16),
-    ("dtype", "float32", "float16"),
-    ("layout", "rank_major", "expert_major"),
-    ("placement", "linear", "round_robin"),
-    ("max_in_flight", 1, 2),
-    ("check_ids", "raise", "drop"),
-    ("combine_dtype", "float32", "bfloat16"),
+DIFFERENT: list[tuple[str, Any, Any, dict[str, Any]]] = [
+    ("max_tokens_per_rank", 4, 8, {}),
+    ("num_experts", 4, 5, {}),
+    ("top_k", 2, 3, {}),
+    ("hidden", 8, 16, {}),
+    ("dtype", "float32", "float16", {}),
+    ("strategy", "one_sided", "broadcast", {}),
+    ("strategy", "gather_scatter", "batched", {}),
+    ("layout", "rank_major", "expert_major", {}),
+    ("layout", "flat", "flat_by_expert", {}),
+    ("weighting", "carried", "origin", {"layout": "expert_major"}),
+    ("placement", "linear", "round_robin", {}),
+    ("max_recv_rows", 5, 6, {"layout": "flat"}),
+    ("expert_alignment", 2, 4, {"layout": "flat_by_expert"}),
+    ("max_local_experts", 3, 4, {}),
+    ("channel_bytes", 4096, 8192, {"strategy": "two_sided"}),
+    ("wire_scale", "float32", "ue8m0", {"strategy": "low_latency", "dispatch_row_bytes": 64}),
+    ("max_in_flight", 1, 2, {}),
+    ("check_ids", "raise", "drop", {}),
+    ("combine_dtype", "float32", "bfloat16", {}),
 ]
 
 
-@pytest.mark.parametrize(("field", "of_rank_0", "of_rank_1"), DIFFERENT)
+@pytest.mark.parametrize(("field", "of_rank_0", "of_rank_1", "more"), DIFFERENT)
 def test_different_configurations_are_an_error_on_every_rank(
-    field: str, of_rank_0: Any, of_rank_1: Any
+    field: str, of_rank_0: Any, of_rank_1: Any, more: dict[str, Any]
 ) -> None:  # S14
     def fn(comm: fanfold.Communicator) -> None:
         value = of_rank_1 if comm.rank == 1 else of_rank_0
         text = rf"{field} differs.*rank 0 has {of_rank_0}.*rank 1 has {of_rank_1}"
         with pytest.raises(fanfold.InvalidArgument, match=text):
-            make(comm, combine_row_bytes=32, **{field: value})
+            make(comm, combine_row_bytes=32, **{**more, field: value})
         works(make(comm), comm.rank)  # the group is intact
 
     spawn_threads(3, fn)
@@ -235,7 +268,7 @@ def test_many_layers_without_synchronisation(strategy: str) -> None:  # S17
 METHODS = (
     "abort", "check", "close", "combine", "combine_buffer", "combine_recv", "combine_send",
     "dispatch", "dispatch_recv", "dispatch_send", "feasible", "release", "reset", "sanitize",
-    "set_active_mask", "choice",
+    "set_active_mask", "set_num_workers", "set_placement", "choice",
 )  # fmt: skip
 
 
@@ -245,11 +278,13 @@ def test_every_strategy_has_the_same_methods(strategy: str) -> None:  # S18
         assert all(callable(getattr(a2a, name)) for name in METHODS)
         assert a2a.choice().startswith(strategy)
         record = a2a.capabilities
-        assert "rank_major" in str(record.layouts)
-        assert record.deterministic is True
-        fits, reason = a2a.feasible(4, 32, "rank_major")
+        assert set(record.native_layouts) <= set(record.layouts)
+        assert {"flat", "flat_by_expert"} <= set(record.layouts)
+        assert record.deterministic == (not record.error_bound)
+        layout = "flat" if strategy == "high_throughput" else "rank_major"
+        fits, reason = a2a.feasible(4, 32, layout)
         assert fits, reason
-        for case in ((5, 32, "rank_major"), (4, 10**6, "rank_major"), (4, 32, "expert_major")):
+        for case in ((5, 32, layout), (4, 10**6, layout), (4, 32, "expert_major")):
             fits, reason = a2a.feasible(*case)
             assert not fits
             assert "expected" in reason or "gives" in reason
@@ -285,9 +320,11 @@ def test_signatures_are_stable() -> None:  # S19
     )
 
 
-def test_a_masked_rank_leaves_the_sum_of_the_others() -> None:  # S20
+@pytest.mark.parametrize("masking", MASKING_STRATEGIES)
+def test_a_masked_rank_leaves_the_sum_of_the_others(masking: str) -> None:  # S20
     def fn(comm: fanfold.Communicator) -> None:
-        a2a = make(comm, layout="expert_major", weighting="carried", num_experts=2)
+        layout = layout_per_expert(masking)
+        a2a = make(comm, strategy=masking, layout=layout, weighting="carried", num_experts=2)
         if comm.rank == 1:
             return  # leaves; the others go on without it
         a2a.set_active_mask([True, False, True])
@@ -296,3 +333,15 @@ def test_a_masked_rank_leaves_the_sum_of_the_others() -> None:  # S20
         numpy.testing.assert_array_equal(out, 0.25 * tokens(1))
 
     spawn_threads(3, fn)
+
+
+@pytest.mark.parametrize("other", sorted(set(ALL_STRATEGIES) - set(MASKING_STRATEGIES)))
+def test_a_mask_that_cannot_be_is_refused_and_the_group_goes_on(other: str) -> None:  # S20
+    def fn(comm: fanfold.Communicator) -> None:
+        a2a = make(comm, strategy=other)
+        assert not a2a.capabilities.rank_mask
+        with pytest.raises(fanfold.Unsupported, match=other):
+            a2a.set_active_mask([True, False])
+        works(a2a, comm.rank)
+
+    spawn_threads(2, fn)

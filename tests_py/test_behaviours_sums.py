@@ -6,22 +6,36 @@ from __future__ import annotations
 
 import numpy
 import pytest
-from support.rounds import STRATEGIES, echo, identity_experts, ids, make, tokens, weights
+from support.rounds import (
+    ALL_STRATEGIES,
+    PADDED_STRATEGIES,
+    echo,
+    identity_experts,
+    ids,
+    layout_per_expert,
+    make,
+    of_expert,
+    tokens,
+    weights,
+)
 
 import fanfold
-from fanfold.testing import oracle, spawn_threads
+from fanfold.testing import all_cases, oracle, spawn_threads
+from fanfold.testing.trials import LAYOUTS_OF
 
-PAIRS = [
-    ("rank_major", "applied"),
-    ("expert_major", "applied"),
-    ("expert_major", "carried"),
-    ("expert_major", "origin"),
-]
-each_weighting = pytest.mark.parametrize(("layout", "weighting"), PAIRS)
+each_weighting = pytest.mark.parametrize(
+    ("strategy", "layout", "weighting"),
+    [(case.strategy, case.layout, case.weighting) for case in all_cases()],
+)
 
 
-@pytest.fixture(params=STRATEGIES)
+@pytest.fixture(params=ALL_STRATEGIES)
 def strategy(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=PADDED_STRATEGIES)
+def padded_strategy(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
@@ -71,11 +85,12 @@ def test_no_probability_mass_is_lost_by_duplicates(
 
 def test_slots_suffice_with_duplicates(strategy: str) -> None:  # D3
     def fn(comm: fanfold.Communicator) -> None:
-        for layout in ("rank_major", "expert_major"):
+        for layout in LAYOUTS_OF[strategy]:
             a2a = make(comm, strategy=strategy, layout=layout, num_experts=2)
             recv = a2a.dispatch(ids(*[[0, 0]] * 4), [tokens(4)])
-            assert recv.expert_counts.tolist() == ([8] if comm.rank == 0 else [0])
-            assert recv.num_rows.tolist() == ([8] if comm.rank == 0 else [0])
+            here = comm.rank == 0
+            assert recv.expert_counts.tolist() == ([8] if here else [0])
+            assert recv.num_rows.tolist() == ([8] if here or layout == "gathered" else [0])
             recv.release()
             a2a.close()
 
@@ -111,12 +126,13 @@ def test_weights_are_applied_exactly_once(strategy: str, layout: str, weighting:
 
 def test_payloads_arrive_unscaled_and_inputs_stay(strategy: str) -> None:  # D7
     def fn(comm: fanfold.Communicator) -> None:
-        a2a = make(comm, strategy=strategy, layout="expert_major", weighting="carried")
+        layout = layout_per_expert(strategy)
+        a2a = make(comm, strategy=strategy, layout=layout, weighting="carried")
         x = tokens(2, rank=comm.rank)
         kept = x.copy()
         recv = a2a.dispatch(ids([0, 2], [0, 2]), [x], topk_weights=weights([0.5, 3], [7, 9]))
         everyone = numpy.concatenate([tokens(2, rank=0), tokens(2, rank=1)])
-        numpy.testing.assert_array_equal(recv.payloads[0][0, :4], everyone)
+        numpy.testing.assert_array_equal(of_expert(recv, recv.payloads[0], 0), everyone)
         recv.combine(identity_experts(recv, a2a))
         numpy.testing.assert_array_equal(x, kept)
 
@@ -135,16 +151,17 @@ def test_the_error_of_a_sum_is_bounded(strategy: str) -> None:  # D9
 
     def fn(comm: fanfold.Communicator) -> None:
         a2a = make(
-            comm, strategy=strategy, layout="expert_major", weighting="carried", num_experts=16,
-            top_k=top_k, hidden=hidden, combine_row_bytes=hidden * 4, combine_dtype="float32",
+            comm, strategy=strategy, layout=layout_per_expert(strategy), weighting="carried",
+            num_experts=16, top_k=top_k, hidden=hidden, combine_row_bytes=hidden * 4,
+            combine_dtype="float32",
         )  # fmt: skip
         mine = topk_ids[comm.rank].astype(numpy.int32)
         recv = a2a.dispatch(mine, [tokens(4, hidden)], topk_weights=w[comm.rank])
-        y = numpy.zeros((4, 16, hidden), numpy.float32)
-        place = recv.source_rank * 4 + recv.source_token
+        y = numpy.zeros((*numpy.shape(recv.source_rank), hidden), numpy.float32)
+        place = numpy.asarray(recv.source_rank) * 4 + numpy.asarray(recv.source_token)
         for expert in range(4):
-            for row in range(int(recv.expert_counts[expert])):
-                y[expert, row] = values[comm.rank * 4 + expert, place[expert, row]]
+            mine_of_expert = of_expert(recv, y, expert)  # a view
+            mine_of_expert[...] = values[comm.rank * 4 + expert][of_expert(recv, place, expert)]
         out = numpy.asarray(recv.combine(y, out=numpy.zeros((4, hidden), numpy.float32)))
         for token in range(4):
             terms = numpy.float64(w[comm.rank][token])[:, None] * values[
@@ -156,13 +173,15 @@ def test_the_error_of_a_sum_is_bounded(strategy: str) -> None:  # D9
     spawn_threads(num_ranks, fn)
 
 
-def test_a_hundred_runs_give_the_same_bits(strategy: str) -> None:  # D10
+def test_a_hundred_runs_give_the_same_bits(padded_strategy: str) -> None:  # D10
     rng = numpy.random.default_rng(10)
     y = [rng.standard_normal((3, 4, 33), numpy.float32) for _ in range(3)]
 
     def fn(comm: fanfold.Communicator) -> set[bytes]:
         results = set()
-        a2a = make(comm, strategy=strategy, num_experts=6, hidden=33, test_knobs={"delay_seed": 3})
+        a2a = make(
+            comm, strategy=padded_strategy, num_experts=6, hidden=33, test_knobs={"delay_seed": 3}
+        )
         for _ in range(100):
             recv = a2a.dispatch(ids(*[[0, 4], [2, 1], [3, 5]]), [tokens(3, 33)])
             results.add(numpy.asarray(recv.combine(y[comm.rank])).tobytes())
@@ -173,15 +192,15 @@ def test_a_hundred_runs_give_the_same_bits(strategy: str) -> None:  # D10
 
 def test_each_row_tells_its_expert_and_its_token(strategy: str) -> None:  # D12
     def fn(comm: fanfold.Communicator) -> None:
-        a2a = make(comm, strategy=strategy, layout="expert_major")
+        a2a = make(comm, strategy=strategy, layout=layout_per_expert(strategy))
         recv = a2a.dispatch(ids([1, 0], [2, 1]), [tokens(2, rank=comm.rank)])
         rows = 0
         for expert, global_id in enumerate(a2a.local_experts):
-            for row in range(int(recv.expert_counts[expert])):
-                source, token = recv.source_rank[expert, row], recv.source_token[expert, row]
+            of_rows = [recv.source_rank, recv.source_token, recv.payloads[0]]
+            origins = [of_expert(recv, each, expert) for each in of_rows]
+            for source, token, row in zip(*origins, strict=True):
                 assert global_id in [[1, 0], [2, 1]][token]
-                wanted = tokens(2, rank=source)[token]
-                numpy.testing.assert_array_equal(recv.payloads[0][expert, row], wanted)
+                numpy.testing.assert_array_equal(row, tokens(2, rank=source)[token])
                 rows += 1
         assert rows == recv.offsets[-1] == (6 if comm.rank == 0 else 2)
         recv.release()

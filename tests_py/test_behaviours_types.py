@@ -7,15 +7,30 @@ from typing import Any
 
 import numpy
 import pytest
-from support.rounds import STRATEGIES, echo, ids, make, random_ids, tokens, works
+from support.rounds import (
+    ALL_STRATEGIES,
+    PADDED_STRATEGIES,
+    STRATEGIES,
+    echo,
+    ids,
+    make,
+    random_ids,
+    tokens,
+    works,
+)
 
 import fanfold
 from fanfold.testing import Case, PayloadKind, Setup, run_check, spawn_threads
 from fanfold.testing.harness import Harness
 
 
-@pytest.fixture(params=STRATEGIES)
+@pytest.fixture(params=ALL_STRATEGIES)
 def strategy(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=PADDED_STRATEGIES)
+def padded_strategy(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
@@ -55,9 +70,11 @@ def test_any_hidden_size(strategy: str, hidden: int) -> None:  # T4
     spawn_threads(2, fn)
 
 
-def test_misaligned_bases_and_rows(strategy: str) -> None:  # T5
+def test_misaligned_bases_and_rows(padded_strategy: str) -> None:  # T5
     def fn(comm: fanfold.Communicator) -> None:
-        a2a = make(comm, strategy=strategy, hidden=7, dtype="float16", extra_bytes_per_token=16)
+        a2a = make(
+            comm, strategy=padded_strategy, hidden=7, dtype="float16", extra_bytes_per_token=16
+        )
         for shift in (2, 6, 14, 34):
             x = off_by(tokens(4, 7, dtype="float16") / 64, shift)
             extra = off_by(numpy.arange(12, dtype=numpy.uint8).reshape(4, 3), shift + 1)
@@ -77,13 +94,13 @@ def test_misaligned_bases_and_rows(strategy: str) -> None:  # T5
     spawn_threads(2, fn)
 
 
-def test_rows_of_24_bytes_take_any_path_with_the_same_bits(strategy: str) -> None:  # T6
+def test_rows_of_24_bytes_take_any_path_with_the_same_bits(padded_strategy: str) -> None:  # T6
     rng = numpy.random.default_rng(6)
     x = rng.integers(0, 256, (2, 4, 24), numpy.uint8)
     y = rng.standard_normal((2, 2, 4, 6), numpy.float32)
 
     def fn(comm: fanfold.Communicator, knobs: dict[str, Any]) -> bytes:
-        a2a = make(comm, strategy=strategy, hidden=6, test_knobs=knobs)
+        a2a = make(comm, strategy=padded_strategy, hidden=6, test_knobs=knobs)
         recv = a2a.dispatch(random_ids(comm.rank, 4), [x[comm.rank]])
         got = [
             numpy.asarray(recv.payloads[0])[source, : recv.rank_counts[source]].tobytes()
@@ -148,12 +165,15 @@ def test_offsets_are_64_bit() -> None:  # T11
         fanfold.AllToAll.required_bytes(**{**config, "max_tokens_per_rank": 2**40})
 
 
-@pytest.mark.parametrize("num_ranks", [129, 257])
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks"),
+    [(name, 129) for name in ALL_STRATEGIES] + [(name, 257) for name in STRATEGIES],
+)
 def test_more_than_128_ranks(strategy: str, num_ranks: int) -> None:  # T12
     def fn(comm: fanfold.Communicator) -> None:
         a2a = make(
             comm, strategy=strategy, num_experts=num_ranks, max_tokens_per_rank=1,
-            extra_bytes_per_token=0, timeout_s=60,
+            extra_bytes_per_token=0, channel_bytes=4096, timeout_s=60,
         )  # fmt: skip
         topk_ids = ids([(comm.rank + 1) % num_ranks, num_ranks - 1 - comm.rank])
         x = tokens(1, rank=comm.rank)
@@ -162,9 +182,9 @@ def test_more_than_128_ranks(strategy: str, num_ranks: int) -> None:  # T12
     spawn_threads(num_ranks, fn, timeout_s=90)
 
 
-def test_payloads_of_any_bytes_and_a_scalar_for_all_tokens(strategy: str) -> None:  # T13
+def test_payloads_of_any_bytes_and_a_scalar_for_all_tokens(padded_strategy: str) -> None:  # T13
     def fn(comm: fanfold.Communicator) -> None:
-        harness = Harness(comm, Case(strategy, "rank_major", "applied"))
+        harness = Harness(comm, Case(padded_strategy, "rank_major", "applied"))
         setup = Setup()
         a2a = fanfold.AllToAll(comm, **setup.keywords(harness.case))
         kinds = [PayloadKind("uint8"), PayloadKind("uint8", (3,)), PayloadKind("uint8", (5,))]
@@ -179,4 +199,4 @@ def test_payloads_of_any_bytes_and_a_scalar_for_all_tokens(strategy: str) -> Non
 
     spawn_threads(2, fn)
     for name in ("payload_rows_may_have_any_size", "several_payloads_travel_together"):
-        spawn_threads(3, run_check, name, Case(strategy, "expert_major", "carried"))
+        spawn_threads(3, run_check, name, Case(padded_strategy, "expert_major", "carried"))

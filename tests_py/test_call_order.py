@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy
 import pytest
-from support.rounds import STRATEGIES, ids, make, tokens, works
+from support.rounds import ALL_STRATEGIES, ids, make, tokens, works
 
 import fanfold
 from fanfold.testing import spawn_threads
 
 
-@pytest.fixture(params=STRATEGIES)
+@pytest.fixture(params=ALL_STRATEGIES)
 def strategy(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -37,36 +37,40 @@ def wrong_orders(
     """Calls that do not fit a round of `a2a` that was received, each with what its error says."""
     recv = one_round(a2a)
     handle = recv.handle
-    y = numpy.zeros((2, 4, 8), numpy.float32)
-    return {
+    y = numpy.zeros_like(recv.combine_buffer())
+    orders: dict[str, tuple[Callable[[], Any], str]] = {
         "dispatch": (lambda: one_round(a2a), "max_in_flight is 1"),
-        "dispatch_send": (
-            lambda: a2a.dispatch_send(ids([0, 3]), [tokens(1)]),
-            "max_in_flight is 1",
-        ),
-        "dispatch_recv": (lambda: a2a.dispatch_recv(handle), "dispatch_recv: round 0.*received"),
-        "combine_recv": (lambda: a2a.combine_recv(handle), "combine_recv: round 0.*received"),
         "combine of another": (lambda: other.combine(y, handle), "handle of another AllToAll"),
         "release of another": (lambda: other.release(handle), "handle of another AllToAll"),
-        "set_active_mask": (lambda: a2a.set_active_mask([True, True]), "set_active_mask.*round 0"),
     }
+    if a2a.capabilities.two_phase:
+        orders |= {
+            "dispatch_send": (
+                lambda: a2a.dispatch_send(ids([0, 3]), [tokens(1)]),
+                "max_in_flight is 1",
+            ),
+            "dispatch_recv": (
+                lambda: a2a.dispatch_recv(handle),
+                "dispatch_recv: round 0.*received",
+            ),
+            "combine_recv": (lambda: a2a.combine_recv(handle), "combine_recv: round 0.*received"),
+        }
+    if a2a.capabilities.rank_mask:
+        orders["set_active_mask"] = (
+            lambda: a2a.set_active_mask([True, True]),
+            "set_active_mask.*round 0",
+        )
+    return orders
 
 
-ORDERS = (
-    "dispatch", "dispatch_send", "dispatch_recv", "combine_recv", "combine of another",
-    "release of another", "set_active_mask",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_wrong_order_is_refused_and_the_round_goes_on(order: str) -> None:
+def test_a_wrong_order_is_refused_and_the_round_goes_on(strategy: str) -> None:
     def fn(comm: fanfold.Communicator) -> None:
-        a2a, other = make(comm), make(comm, name="other")
-        recv_buffer = wrong_orders(a2a, other)
-        call, text = recv_buffer[order]
-        with pytest.raises(fanfold.InvalidState, match=text):
-            call()
-        assert not a2a.is_failed
+        a2a = make(comm, strategy=strategy)
+        other = make(comm, strategy=strategy, name="other")
+        for call, text in wrong_orders(a2a, other).values():
+            with pytest.raises(fanfold.InvalidState, match=text):
+                call()
+            assert not a2a.is_failed
         a2a.reset()
         works(a2a, comm.rank)
         works(other, comm.rank)
@@ -74,11 +78,34 @@ def test_a_wrong_order_is_refused_and_the_round_goes_on(order: str) -> None:
     spawn_threads(2, fn)
 
 
-def test_a_handle_is_used_once() -> None:
+def test_phases_of_a_strategy_that_has_none_are_unsupported(strategy: str) -> None:
     def fn(comm: fanfold.Communicator) -> None:
-        a2a = make(comm)
-        y = numpy.zeros((2, 4, 8), numpy.float32)
+        a2a = make(comm, strategy=strategy)
         recv = one_round(a2a)
+        y = recv.combine_buffer()
+        y[...] = 0
+        for call, name in (
+            (lambda: a2a.dispatch_send(ids([0, 3]), [tokens(1)]), "dispatch_send"),
+            (lambda: a2a.dispatch_recv(recv.handle), "dispatch_recv"),
+            (lambda: a2a.combine_send(y, recv.handle), "combine_send"),
+            (lambda: a2a.combine_recv(recv.handle), "combine_recv"),
+        ):
+            if a2a.capabilities.two_phase:
+                continue
+            with pytest.raises(fanfold.Unsupported, match=rf"{strategy}.*no two phases.*{name}"):
+                call()
+        assert recv.is_open
+        assert not recv.combine(y).any()
+        works(a2a, comm.rank)
+
+    spawn_threads(2, fn)
+
+
+def test_a_handle_is_used_once(strategy: str) -> None:
+    def fn(comm: fanfold.Communicator) -> None:
+        a2a = make(comm, strategy=strategy)
+        recv = one_round(a2a)
+        y = numpy.zeros_like(recv.combine_buffer())
         recv.combine(y)
         for call in (recv.release, recv.combine_buffer, lambda: recv.combine(y)):
             with pytest.raises(fanfold.InvalidState, match="round 0"):
@@ -97,10 +124,11 @@ def test_a_handle_of_before_a_reset_is_refused(strategy: str) -> None:
     def fn(comm: fanfold.Communicator) -> None:
         a2a = make(comm, strategy=strategy)
         recv = one_round(a2a)
+        y = numpy.zeros_like(recv.combine_buffer())
         a2a.reset()
         for step in range(3):
             with pytest.raises(fanfold.InvalidState, match=r"round 0.*generation 0"):
-                a2a.combine(numpy.zeros((2, 4, 8), numpy.float32), recv.handle)
+                a2a.combine(y, recv.handle)
             with pytest.raises(fanfold.InvalidState):
                 _ = recv.payloads
             works(a2a, comm.rank, num_rounds=1)
@@ -121,9 +149,10 @@ def test_a_handle_without_a_round_is_refused() -> None:
     spawn_threads(2, fn)
 
 
-def test_split_calls_out_of_order_are_refused() -> None:
+@pytest.mark.parametrize("split", ["one_sided", "low_latency"])
+def test_split_calls_out_of_order_are_refused(split: str) -> None:
     def fn(comm: fanfold.Communicator) -> None:
-        a2a = make(comm, max_in_flight=2)
+        a2a = make(comm, strategy=split, max_in_flight=2)
         y = numpy.zeros((2, 4, 8), numpy.float32)
         handle = a2a.dispatch_send(ids([0, 3]), [tokens(1)])
         for call in (
@@ -162,7 +191,7 @@ def test_every_accessor_raises_once_the_round_ended(strategy: str) -> None:
         seen = one_round(a2a)
         for name in names:
             getattr(seen, name)
-        seen.combine(numpy.zeros((2, 4, 8), numpy.float32))
+        seen.combine(numpy.zeros_like(seen.combine_buffer()))
         for recv in (fresh, seen):
             assert not recv.is_open
             for name in names:

@@ -4,6 +4,8 @@ and as processes, tensors of NumPy and of PyTorch."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from support.tensors import TorchTensors
 
@@ -11,20 +13,77 @@ import fanfold
 from fanfold.testing import (
     CHECKS,
     Case,
+    Check,
     Result,
+    Setup,
     all_cases,
     checks_for,
     conformance,
-    run_case_on_processes,
     run_check,
+    run_pairs_on_processes,
     spawn_threads,
 )
+from fanfold.testing.suite import is_two_phase
+from fanfold.testing.trials import LAYOUTS_OF
 
-PAIRS = [
-    pytest.param(case, check.name, id=f"{case}-{check.name}")
+# What a strategy lays out itself is tested in full. Its other layouts are made from these rows by
+# code that all strategies share and that one_sided is tested with: what tells them apart suffices.
+IN_FULL = [
+    *all_cases(["one_sided"]),
+    Case("broadcast", "gathered", "applied"),
+    Case("broadcast", "rank_major", "applied"),
+    Case("gather_scatter", "gathered", "applied"),
+    Case("batched", "expert_major", "carried"),
+    Case("two_sided", "rank_major", "applied"),
+    Case("two_sided", "flat", "applied"),
+    Case("high_throughput", "flat", "applied"),
+    Case("high_throughput", "flat_by_expert", "applied"),
+    Case("low_latency", "expert_major", "origin"),
+]
+# Processes differ from threads in how memory is shared and how peers are waited for: one case of
+# each strategy for all of it, the others for how their rows lie.
+ON_PROCESSES = {
+    "one_sided": Case("one_sided", "rank_major", "applied"),
+    "broadcast": Case("broadcast", "rank_major", "applied"),
+    "gather_scatter": Case("gather_scatter", "gathered", "applied"),
+    "batched": Case("batched", "expert_major", "carried"),
+    "two_sided": Case("two_sided", "flat", "applied"),
+    "high_throughput": Case("high_throughput", "flat_by_expert", "applied"),
+    "low_latency": Case("low_latency", "expert_major", "carried"),
+}
+PROCESS_CHECKS = (
+    "masked_ranks_are_left_out",
+    "reset_brings_all_ranks_back",
+    "split_calls_give_the_same_round",
+    "a_round_may_end_without_a_combine",
+    "a_round_that_is_kept_may_be_combined_again",
+)
+LAYOUT_CHECKS = (
+    "several_rounds_may_be_in_flight",
+    "staged_rows_give_the_bits_of_zero_copy",
+    "rows_past_the_limit_are_dropped_and_counted",
+)
+
+
+def pair(case: Case, check: Check) -> Any:
+    return pytest.param(case, check.name, id=f"{case}-{check.name}")
+
+
+THREAD_PAIRS = [
+    pair(case, check)
     for case in all_cases()
     for check in checks_for(case)
+    if check.is_core or case in IN_FULL
 ]
+
+
+def checks_on_processes(case: Case) -> list[Check]:
+    if case == ON_PROCESSES[case.strategy]:
+        return [each for each in checks_for(case) if each.is_core or each.name in PROCESS_CHECKS]
+    return checks_for(case, LAYOUT_CHECKS) if case.weighting in ("applied", "origin") else []
+
+
+PROCESS_PAIRS = [pair(case, check) for case in all_cases() for check in checks_on_processes(case)]
 # PyTorch tensors differ from NumPy's in what the border does only: a few checks suffice.
 TORCH_CHECKS = (
     "every_id_type_gives_the_same_rows",
@@ -36,30 +95,47 @@ TORCH_CHECKS = (
 )
 
 
-@pytest.mark.parametrize(("case", "name"), PAIRS)
+def test_every_layout_that_the_library_gives_is_a_case() -> None:
+    def fn(comm: fanfold.Communicator, strategy: str) -> list[str]:
+        setup = Setup()
+        case = Case(strategy, "flat", "applied")
+        with fanfold.AllToAll(comm, **setup.keywords(case)) as a2a:
+            assert a2a.capabilities.two_phase == is_two_phase(case)
+            return list(a2a.capabilities.layouts)
+
+    for strategy, layouts in LAYOUTS_OF.items():
+        given = spawn_threads(1, fn, strategy)[0]
+        assert sorted(given) == sorted(layouts), strategy
+
+
+@pytest.mark.parametrize(("case", "name"), THREAD_PAIRS)
 def test_threads(case: Case, name: str) -> None:
     spawn_threads(CHECKS[name].num_ranks, run_check, name, case)
 
 
 @pytest.mark.parametrize("name", TORCH_CHECKS)
-@pytest.mark.parametrize("case", all_cases(), ids=str)
+@pytest.mark.parametrize("case", IN_FULL, ids=str)
 def test_torch_tensors(case: Case, name: str) -> None:
     spawn_threads(CHECKS[name].num_ranks, run_check, name, case, TorchTensors())
 
 
 class ProcessRuns:
-    """Runs all checks of a case on one group of processes when the first of them is asked for."""
+    """Runs all that is run of a strategy on one group of processes when the first is asked for."""
 
     def __init__(self) -> None:
-        self._results: dict[Case, dict[str, Result]] = {}
+        self._results: dict[str, dict[tuple[str, str], Result]] = {}
 
     def result(self, case: Case, name: str) -> Result:
         """Return how one check ended."""
-        if case not in self._results:
-            names = [check.name for check in checks_for(case)]
-            results = run_case_on_processes(case, names)
-            self._results[case] = {result.check: result for result in results}
-        return self._results[case][name]
+        if case.strategy not in self._results:
+            pairs = [
+                (each, check.name)
+                for each in all_cases([case.strategy])
+                for check in checks_on_processes(each)
+            ]
+            results = run_pairs_on_processes(pairs)
+            self._results[case.strategy] = {(each.case, each.check): each for each in results}
+        return self._results[case.strategy][str(case), name]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +144,7 @@ def process_runs() -> ProcessRuns:
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize(("case", "name"), PAIRS)
+@pytest.mark.parametrize(("case", "name"), PROCESS_PAIRS)
 def test_processes(process_runs: ProcessRuns, case: Case, name: str) -> None:
     result = process_runs.result(case, name)
     assert not result.error, result.error
@@ -91,7 +167,8 @@ def test_conformance_runs_on_the_communicator_of_the_user() -> None:
         report.raise_failures()
         return len(report.results)
 
-    assert spawn_threads(4, fn) == [4] * 4
+    num_results = len(all_cases(layouts=["rank_major"])) * len(CHECK_NAMES)
+    assert spawn_threads(4, fn) == [num_results] * 4
 
 
 def test_conformance_names_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,17 @@ from typing import Any
 
 import numpy
 import pytest
-from support.rounds import STRATEGIES, ids, make, tokens, weights, works
+from support.rounds import (
+    ALL_STRATEGIES,
+    MASKING_STRATEGIES,
+    echo,
+    ids,
+    make,
+    random_ids,
+    tokens,
+    weights,
+    works,
+)
 
 import fanfold
 from fanfold.testing import spawn_threads
@@ -15,10 +25,14 @@ from fanfold.testing import spawn_threads
 F32 = numpy.float32
 X = tokens(2)
 GOOD: dict[str, Any] = {"topk_ids": ids([0, 3], [2, 1]), "payloads": [X]}
-Y = numpy.zeros((2, 4, 8), F32)
 
 
-@pytest.fixture(params=STRATEGIES)
+def rows_for(recv: fanfold.Received, hidden: int) -> numpy.ndarray:
+    """Zeros in the shape of the combine rows, with another hidden."""
+    return numpy.zeros((*numpy.shape(recv.combine_buffer())[:-1], hidden), F32)
+
+
+@pytest.fixture(params=ALL_STRATEGIES)
 def strategy(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -58,6 +72,38 @@ def test_calls_that_differ_between_ranks(
     spawn_threads(2, fn)
 
 
+@pytest.mark.parametrize("what", ["round_max_tokens", "payloads", "hidden"])
+@pytest.mark.parametrize("large", [0, 1])
+def test_calls_of_very_different_size(strategy: str, what: str, large: int) -> None:
+    """What fits into one message of one rank takes many of the other."""
+    hidden, m = 4096, 256
+
+    def fn(comm: fanfold.Communicator) -> None:
+        a2a = make(comm, strategy=strategy, hidden=hidden, max_tokens_per_rank=m)
+        is_large = comm.rank == large
+        num_tokens = 2 if what == "round_max_tokens" and not is_large else m
+        few = not is_large and what == "payloads"
+        call: dict[str, Any] = {
+            "topk_ids": random_ids(comm.rank, num_tokens),
+            "payloads": [tokens(num_tokens, 1 if few else hidden)],
+            "round_max_tokens": num_tokens,
+        }
+        if what == "hidden":
+            recv = a2a.dispatch(**call)
+            with pytest.raises(fanfold.InvalidArgument, match=r"hidden of the combine: rank . has"):
+                recv.combine(rows_for(recv, hidden if is_large else 1))
+        else:
+            text = "digest of the payload set" if what == "payloads" else f"{what}: rank . has"
+            with pytest.raises(fanfold.InvalidArgument, match=text):
+                a2a.dispatch(**call)
+        comm.barrier()
+        a2a.reset()
+        x = tokens(2, hidden, rank=comm.rank)
+        numpy.testing.assert_array_equal(echo(a2a, ids([0, 3], [2, 1]), x), 2 * x)
+
+    spawn_threads(2, fn)
+
+
 def test_a_wrong_count_of_a_peer_is_found(strategy: str) -> None:
     def fn(comm: fanfold.Communicator) -> None:
         a2a = make(comm, strategy=strategy)
@@ -78,12 +124,14 @@ def test_combines_that_differ_between_ranks(strategy: str) -> None:
         hidden = 8 - comm.rank
         text = "hidden of the combine: rank . has [78], rank . has [78]"
         with pytest.raises(fanfold.InvalidArgument, match=text):
-            recv.combine(numpy.zeros((2, 4, hidden), F32))
+            recv.combine(rows_for(recv, hidden))
         comm.barrier()
         a2a.reset()
         recv = a2a.dispatch(**GOOD)
-        with pytest.raises(fanfold.InvalidArgument, match=r"release|call: rank"):
-            recv.combine(Y, release=comm.rank == 0)
+        text = r"call: rank . has combine.*, rank . has combine.*"
+        with pytest.raises(fanfold.InvalidArgument, match=text) as caught:
+            recv.combine(recv.combine_buffer(), release=comm.rank == 0)
+        assert "combine(release=False)" in str(caught.value)
         comm.barrier()
         a2a.reset()
         works(a2a, comm.rank)
@@ -91,19 +139,27 @@ def test_combines_that_differ_between_ranks(strategy: str) -> None:
     spawn_threads(2, fn)
 
 
-def test_release_on_one_rank_and_combine_on_another() -> None:
+# A release of these is local: what differs is the call after it.
+RELEASING_SILENTLY = ("broadcast", "gather_scatter", "batched")
+
+
+def test_release_on_one_rank_and_combine_on_another(strategy: str) -> None:
     def fn(comm: fanfold.Communicator) -> None:
-        a2a = make(comm)
+        a2a = make(comm, strategy=strategy)
         recv = a2a.dispatch(**GOOD)
+        kind = "dispatch" if strategy in RELEASING_SILENTLY else "release"
+        either = (
+            rf"call: rank . has ({kind}|combine), rank . has ({kind}|combine)",
+            rf"call: expected the same on every rank, got {kind} on rank 0 and combine on rank 1",
+        )
         if comm.rank == 0:
             recv.release()
-            text = r"call: rank 0 has release, rank 1 has combine"
-            with pytest.raises(fanfold.InvalidArgument, match=text):
+            with pytest.raises(fanfold.InvalidArgument, match="|".join(either)):
                 a2a.dispatch(**GOOD)
         else:
-            text = r"call: rank 1 has combine, rank 0 has release"
-            with pytest.raises(fanfold.InvalidArgument, match=text):
-                recv.combine(Y)
+            with pytest.raises(fanfold.InvalidArgument, match="|".join(either)):
+                recv.combine(recv.combine_buffer())
+        assert a2a.is_failed
         comm.barrier()
         a2a.reset()
         works(a2a, comm.rank)
@@ -147,9 +203,10 @@ def test_routings_of_different_rounds(strategy: str) -> None:
     spawn_threads(2, fn)
 
 
-def test_active_masks_that_differ() -> None:
+@pytest.mark.parametrize("masking", MASKING_STRATEGIES)
+def test_active_masks_that_differ(masking: str) -> None:
     def fn(comm: fanfold.Communicator) -> None:
-        a2a = make(comm)
+        a2a = make(comm, strategy=masking)
         a2a.set_active_mask([True, True, comm.rank != 1])
         if comm.rank == 2:  # which rank 1 leaves out
             with pytest.raises(fanfold.PeerTimeout, match="rank 1"):

@@ -72,7 +72,7 @@ def test_configuration(arguments: dict[str, Any], text: str) -> None:
 
 def test_a_layout_that_the_strategy_lacks_is_unsupported() -> None:
     def fn(comm: fanfold.Communicator) -> None:
-        text = "one_sided gives rank_major, expert_major; got gathered"
+        text = "one_sided gives rank_major, expert_major, flat, flat_by_expert; got gathered"
         with pytest.raises(fanfold.Unsupported, match=text):
             make(comm, layout="gathered")
         with pytest.raises(fanfold.Unsupported, match=r"device.*cuda"):
@@ -366,7 +366,7 @@ def test_read_only_results_are_refused() -> None:
         ("num_experts", 2**40, "num_experts: expected an integer"),
         ("layout", 3, "layout: expected a string, got 3"),
         ("name", 5, "name: expected a string, got 5"),
-        ("placement", [0, "a"], "placement: expected linear, round_robin or a list of ranks"),
+        ("placement", [0, "a"], "placement: expected linear, round_robin, a list of ranks"),
         ("test_knobs", {"hidden": 4}, "test_knobs: expected names of .*; got 'hidden'"),
         ("check_ids", "", 'check_ids: expected one of auto, raise, drop; got ""'),
     ],

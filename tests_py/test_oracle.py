@@ -6,9 +6,11 @@ from __future__ import annotations
 import numpy
 import pytest
 
+from fanfold import Placement
 from fanfold.testing import oracle
 from fanfold.testing.floats import round_to, same_bits, widen
-from fanfold.testing.oracle import rank_of_experts
+from fanfold.testing.fp8 import pack, unpack
+from fanfold.testing.placements import physical_ids, rank_of_experts
 
 
 def f32(*values: float) -> numpy.ndarray:
@@ -114,6 +116,142 @@ def test_expert_major_rows() -> None:
     assert second.topk_weights[0, 0] == 1  # 0.25 + 0.75
     assert second.expert_counts.tolist() == [1, 1]
     assert second.rank_counts.tolist() == [1, 1]
+
+
+def test_flat_rows() -> None:
+    first = two_ranks(layout="flat").received(0)
+    assert first.payloads[0].tolist() == [10, 11, 21]
+    assert first.source_rank.tolist() == [0, 0, 1]
+    assert first.source_token.tolist() == [0, 1, 1]
+    assert first.topk_ids.tolist() == [[0, 3], [1, 0], [-1, 0]]
+    assert first.topk_weights.tolist() == [[0.5, 0.25], [2, 3], [5, 4]]
+    assert (first.num_rows, first.num_dropped) == (3, 0)
+    assert first.expert_counts.tolist() == [3, 1]
+    second = two_ranks(layout="flat").received(1)
+    assert second.payloads[0].tolist() == [10, 20]
+    assert second.rank_counts.tolist() == [1, 1]
+
+
+def test_flat_rows_past_the_limit_are_dropped() -> None:
+    got = two_ranks(layout="flat", max_recv_rows=2).received(0)
+    assert got.payloads[0].tolist() == [10, 11]
+    assert (got.num_rows, got.num_dropped) == (3, 1)
+    assert got.rank_counts.tolist() == [2, 1]
+    assert got.expert_counts.tolist() == [2, 1]  # of the rows that are there
+    roomy = two_ranks(layout="flat", max_recv_rows=5, invalid_expert_id=7).received(1)
+    assert roomy.payloads[0].tolist() == [10, 20, 0, 0, 0]
+    assert roomy.topk_ids[2:].tolist() == [[7, 7]] * 3
+    assert roomy.source_rank.tolist() == [0, 1, -1, -1, -1]
+
+
+def test_results_of_dropped_rows_are_missing() -> None:
+    trial = two_ranks(layout="flat", max_recv_rows=1)
+    ys = [one_column(1), one_column(8)]  # of token 0:0, which both ranks keep
+    out = trial.combine(0, ys, y_dtype="float32", out_dtype="float32")
+    assert out.ravel().tolist() == [1 + 8, 0, 0]
+    out = trial.combine(1, ys, y_dtype="float32", out_dtype="float32")
+    assert out.ravel().tolist() == [0, 0]
+
+
+def test_groups_of_experts_are_filled_up() -> None:
+    first = two_ranks(layout="flat_by_expert", expert_alignment=2).received(0)
+    assert first.payloads[0].tolist() == [10, 11, 21, 0, 11, 0]
+    assert first.is_zero.tolist() == [False, False, False, True, False, True]
+    assert first.source_token.tolist() == [0, 1, 1, -1, 1, -1]
+    assert first.topk_weights.tolist() == [0.5, 3, 4, 0, 2, 0]
+    assert first.offsets.tolist() == [0, 4, 6]
+    assert first.expert_counts.tolist() == [3, 1]
+    assert first.num_rows == 6
+    dense = two_ranks(layout="flat_by_expert").received(0)
+    assert dense.payloads[0].tolist() == [10, 11, 21, 11]
+    assert dense.offsets.tolist() == [0, 3, 4]
+
+
+def test_rows_of_groups_past_the_limit_are_dropped() -> None:
+    got = two_ranks(layout="flat_by_expert", expert_alignment=2, max_recv_rows=3).received(0)
+    assert got.payloads[0].tolist() == [10, 11, 21]
+    assert (got.num_rows, got.num_dropped) == (6, 3)
+    assert got.expert_counts.tolist() == [3, 0]
+    assert got.offsets.tolist() == [0, 3, 3]
+    roomy = two_ranks(layout="flat_by_expert", expert_alignment=2, max_recv_rows=8).received(0)
+    assert roomy.is_zero.tolist() == [False] * 3 + [True, False, True, False, False]
+    assert roomy.offsets.tolist() == [0, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("weighting", "first", "second"),
+    [
+        ("applied", [1 + 1000, 2, 0], [100, 3]),
+        ("carried", [0.5 * 1 + 0.25 * 1000, 3 * 2, 0], [100, 4 * 3]),
+        ("origin", [0.5 * 1 + 0.25 * 1000, 3 * 2, 0], [100, 4 * 3]),
+    ],
+)
+def test_sums_without_the_dropped_rows_of_groups(
+    weighting: str, first: list[float], second: list[float]
+) -> None:
+    # Rank 0 has no room for the row of token 0:1 at expert 1.
+    trial = two_ranks(layout="flat_by_expert", weighting=weighting, max_recv_rows=3)
+    ys = [one_column(1, 2, 3), one_column(100, 1000, 7)]
+    for rank, wanted in ((0, first), (1, second)):
+        out = trial.combine(rank, ys, y_dtype="float32", out_dtype="float32")
+        assert out.ravel().tolist() == wanted
+
+
+def test_copies_are_taken_in_turn_by_rank_and_token() -> None:
+    logical = [0, 1, 0, 2, 0]  # expert 0 has the copies 0, 2 and 4
+    given = numpy.array([[0, 1], [0, 0], [2, 0], [3, -5]])
+    assert physical_ids(given, 0, logical).tolist() == [[0, 1], [2, 2], [3, 4], [-1, -5]]
+    assert physical_ids(given, 1, logical).tolist() == [[2, 1], [4, 4], [3, 0], [-1, -5]]
+
+
+def test_rows_of_copies() -> None:
+    # Logical 0 has copies 0 (rank 0) and 2 (rank 1); logical 1 is expert 1, logical 2 expert 3.
+    placement = Placement([0, 0, 1, 1], [0, 1, 0, 2])
+    trial = oracle(
+        num_experts=4,
+        topk_ids=[numpy.array([[0, 1], [0, 2], [0, 0]]), numpy.array([[0, 3]])],
+        payloads=[[numpy.uint8([10, 11, 12])], [numpy.uint8([20])]],
+        placement=placement,
+        layout="flat",
+    )
+    assert trial.received(0).payloads[0].tolist() == [10, 12]
+    assert trial.received(0).topk_ids.tolist() == [[0, 1], [0, 0]]
+    assert trial.received(1).payloads[0].tolist() == [11, 20]
+    assert trial.received(1).topk_ids.tolist() == [[2, 3], [2, -1]]
+
+
+def test_a_row_of_fp8_has_a_scale_per_128_elements() -> None:
+    row = numpy.zeros((1, 130), numpy.float32)
+    row[0, :4] = (896, -448, 3, numpy.nan)  # scale 2
+    row[0, 128:] = (0, numpy.inf)  # no finite number: scale 1
+    packed, scales = pack(row, "float32")
+    assert scales.tolist() == [[2, 1]]
+    values = unpack(packed, scales)
+    assert values[0, :3].tolist() == [896, -448, 3]
+    assert numpy.isnan(values[0, 3])
+    assert values[0, 128] == 0
+    assert numpy.isnan(values[0, 129])
+
+
+def test_ue8m0_scales_are_the_next_powers_of_two() -> None:
+    row = numpy.zeros((3, 1), numpy.float32)
+    row[:, 0] = (448, 449, 2.0**-140)
+    packed, scales = pack(row, "ue8m0")
+    assert scales.ravel().tolist() == [127, 128, 1]  # 1, 2, 2^-126
+    assert unpack(packed, scales)[:2].ravel().tolist() == [448, 448]  # 224.5 is between 224 and 240
+
+
+def test_the_error_of_fp8_is_bounded() -> None:
+    """Half a step of 2^-3 in each binade, and half of 2^-9 below the smallest normal number."""
+    rng = numpy.random.default_rng(8)
+    row = rng.standard_normal((64, 1000), numpy.float32)
+    row *= numpy.exp2(rng.integers(-20, 21, row.shape)).astype(numpy.float32)
+    for kind in ("float32", "ue8m0"):
+        packed, scales = pack(row, kind)
+        as_float = scales if kind == "float32" else numpy.exp2(scales.astype(numpy.float64) - 127)
+        of_element = numpy.repeat(as_float, 128, axis=1)[:, :1000]
+        bound = numpy.maximum(numpy.abs(row) * 2.0**-4, of_element * 2.0**-10) * (1 + 2.0**-20)
+        assert (numpy.abs(unpack(packed, scales) - row) <= bound).all()
 
 
 def test_invalid_ids_are_chosen_by_the_caller() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy
 import pytest
-from support.rounds import STRATEGIES, ids, make, random_ids, tokens, works
+from support.rounds import ALL_STRATEGIES, identity_experts, ids, make, random_ids, tokens, works
 
 import fanfold
 from fanfold.testing import spawn_threads
@@ -20,7 +20,7 @@ from fanfold.testing import spawn_threads
 PROMPT_S = 1.0  # far above the milliseconds that it takes, far below any deadline here
 
 
-@pytest.fixture(params=STRATEGIES)
+@pytest.fixture(params=ALL_STRATEGIES)
 def strategy(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -50,7 +50,7 @@ def test_abort_reaches_waiting_peers_within_milliseconds(strategy: str, phase: s
             sent = time.monotonic()
             assert caught.value.rank == 1
             assert caught.value.reason == "the expert ran out of memory"
-            assert phase in str(caught.value)
+            assert "of round 0" in str(caught.value)
             assert a2a.is_failed
         comm.barrier()  # the communicator stays usable
         a2a.reset()
@@ -61,18 +61,16 @@ def test_abort_reaches_waiting_peers_within_milliseconds(strategy: str, phase: s
     assert max(ends) - start < 0.1
 
 
-def test_a_late_rank_is_named_with_phase_and_round(strategy: str) -> None:
+def test_a_late_rank_is_named_with_its_round(strategy: str) -> None:
     def fn(comm: fanfold.Communicator) -> None:
         a2a = make(comm, strategy=strategy, name="moe")
         works(a2a, comm.rank, num_rounds=3)
         if comm.rank != 2:
             start = time.monotonic()
-            with pytest.raises(fanfold.PeerTimeout, match=r"moe.*dispatch.*rank 2") as caught:
+            with pytest.raises(fanfold.PeerTimeout, match=r"moe.*of round 3: rank 2") as caught:
                 a2a.dispatch(ids([0, 3]), [tokens(1)], timeout_s=0.2)
             assert 0.15 < time.monotonic() - start < 0.2 + PROMPT_S
             assert caught.value.rank == 2
-            if strategy == "one_sided":
-                assert "round 3" in str(caught.value)
             assert a2a.is_failed
             with pytest.raises(fanfold.InvalidState, match=r"failed.*reset"):
                 one_round(a2a)
@@ -84,19 +82,120 @@ def test_a_late_rank_is_named_with_phase_and_round(strategy: str) -> None:
     spawn_threads(3, fn)
 
 
-def test_a_rank_that_is_late_for_combine_is_named() -> None:
+def test_a_rank_that_is_late_for_combine_is_named(strategy: str) -> None:
     def fn(comm: fanfold.Communicator) -> None:
-        a2a = make(comm)
+        a2a = make(comm, strategy=strategy)
         recv = one_round(a2a)
         if comm.rank == 0:
-            with pytest.raises(fanfold.PeerTimeout, match=r"combine of round 0.*rank 1") as caught:
+            with pytest.raises(fanfold.PeerTimeout, match="of round 0: rank 1") as caught:
                 recv.combine(recv.combine_buffer(), timeout_s=0.2)
             assert caught.value.rank == 1
+            assert a2a.is_failed
         comm.barrier()
         a2a.reset()
         works(a2a, comm.rank)
 
     spawn_threads(2, fn)
+
+
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+@pytest.mark.parametrize("of", ALL_STRATEGIES)
+def test_a_late_rank_is_named_with_its_phase(of: str, phase: str) -> None:
+    def fn(comm: fanfold.Communicator) -> str:
+        a2a = make(comm, strategy=of)
+        recv = one_round(a2a) if phase == "combine" else None
+        text = ""
+        if comm.rank == 0:
+            with pytest.raises(fanfold.PeerTimeout) as caught:
+                if recv is None:
+                    a2a.dispatch(ids([0, 3]), [tokens(1)], timeout_s=0.05)
+                else:
+                    recv.combine(recv.combine_buffer(), timeout_s=0.05)
+            text = str(caught.value)
+        comm.barrier()
+        return text
+
+    assert f"{phase} of round 0: rank 1" in spawn_threads(2, fn)[0]
+
+
+# -- the end of a round --------------------------------------------------------------------------
+
+
+def test_released_rounds_leave_nothing_behind(strategy: str) -> None:
+    """At times of each rank's own, with another number of tokens in each round."""
+
+    def fn(comm: fanfold.Communicator) -> None:
+        chance = random.Random(comm.rank)
+        a2a = make(comm, strategy=strategy)
+        for step in range(6):
+            num_tokens = (step + comm.rank) % 5
+            recv = a2a.dispatch(random_ids(step, num_tokens), [tokens(num_tokens)])
+            time.sleep(chance.random() * 0.003)
+            recv.release()
+            assert not recv.is_open
+            with pytest.raises(fanfold.InvalidState):
+                recv.release()
+            if step % 2:
+                works(a2a, comm.rank, num_rounds=1)
+
+    spawn_threads(3, fn)
+
+
+@pytest.mark.parametrize("end", ["combine", "release"])
+def test_a_round_that_is_kept_may_be_combined_again(strategy: str, end: str) -> None:
+    def fn(comm: fanfold.Communicator) -> None:
+        a2a = make(comm, strategy=strategy)
+        x = tokens(3, rank=comm.rank)
+        for _ in range(2):
+            recv = a2a.dispatch(ids([0, 3], [2, 1], [1, 0]), [x])
+            y = identity_experts(recv, a2a)
+            for factor in (1, 3, 2):
+                numpy.testing.assert_array_equal(
+                    recv.combine(factor * y, release=False), 2 * factor * x
+                )
+                assert recv.is_open
+            if end == "release":
+                recv.release()
+            else:
+                numpy.testing.assert_array_equal(recv.combine(y), 2 * x)
+            assert not recv.is_open
+        works(a2a, comm.rank)
+
+    spawn_threads(2, fn)
+
+
+def test_a_round_that_is_kept_still_has_its_rows(strategy: str) -> None:
+    def fn(comm: fanfold.Communicator) -> None:
+        a2a = make(comm, strategy=strategy, debug_poison=True)
+        recv = a2a.dispatch(random_ids(comm.rank, 4), [tokens(4, rank=comm.rank)])
+        before, counts = numpy.array(recv.payloads[0]), numpy.array(recv.expert_counts)
+        recv.combine(identity_experts(recv, a2a), release=False)
+        numpy.testing.assert_array_equal(recv.payloads[0], before)
+        numpy.testing.assert_array_equal(recv.expert_counts, counts)
+        recv.release()
+        works(a2a, comm.rank)
+
+    spawn_threads(2, fn)
+
+
+def test_closing_with_a_round_open_lets_the_others_close(strategy: str) -> None:
+    def fn(comm: fanfold.Communicator) -> None:
+        a2a = make(comm, strategy=strategy)
+        recv = one_round(a2a)
+        a2a.close(timeout_s=5)
+        assert a2a.is_closed
+        assert not recv.is_open
+        with pytest.raises(fanfold.InvalidState, match="has ended"):
+            _ = recv.payloads
+        with pytest.raises(fanfold.InvalidState, match="closed"):
+            one_round(a2a)
+        comm.barrier()
+        works(make(comm, strategy=strategy), comm.rank)
+
+    spawn_threads(2, fn)
+
+
+# -- ranks that leave ----------------------------------------------------------------------------
 
 
 def test_a_peer_that_closes_is_lost_within_a_second(strategy: str) -> None:
@@ -230,13 +329,16 @@ def _quietly(call: Callable[..., Any], *args: Any) -> None:
         call(*args)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(len(ALL_STRATEGIES)))
 def test_objects_may_be_dropped_and_closed_in_random_order(seed: int) -> None:
     """Some close, some are dropped, at random times; survivors get an error or end well."""
 
     def fn(comm: fanfold.Communicator) -> None:
         chance = random.Random(100 * seed + comm.rank)
-        objects = [make(comm, strategy=STRATEGIES[i % 2], timeout_s=3) for i in range(3)]
+        objects = [
+            make(comm, strategy=ALL_STRATEGIES[(i + seed) % len(ALL_STRATEGIES)], timeout_s=3)
+            for i in range(3)
+        ]
         received = [one_round(a2a) for a2a in objects]
         chance.shuffle(objects)
         for a2a in objects:

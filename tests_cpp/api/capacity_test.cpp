@@ -137,8 +137,8 @@ INSTANTIATE_TEST_SUITE_P(Strategies, CapacityTest,
 // --- Memory that is not there -----------------------------------------------------------------
 
 /// The bytes that `max_store_bytes` allows on `short_rank`, everywhere else any number.
-void run_short(int num_ranks, AllToAllConfig config, int short_rank, std::int64_t max_store_bytes,
-               const std::function<void(AllToAll&)>& body) {
+void run_short(int num_ranks, const AllToAllConfig& config, int short_rank,
+               std::int64_t max_store_bytes, const std::function<void(AllToAll&)>& body) {
   testing::spawn_ranks(num_ranks, [&, config](Communicator& communicator) {
     AllToAllConfig own = config;
     if (communicator.rank() == short_rank) own.test_knobs.max_store_bytes = max_store_bytes;

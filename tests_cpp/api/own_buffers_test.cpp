@@ -184,7 +184,6 @@ TEST(OwnMemoryTest2, BuffersThatAreTooSmallAreRefusedOnEveryRankAndStayUsable) {
     Allocator allocator(communicator, arrays.all());
     AllToAllConfig config = config_of(Strategy::kOneSided, Layout::kRankMajor);
     config.hidden = 4096;
-    const std::string wanted = std::to_string(AllToAll::required_bytes(2, config));
     expect_error<CapacityExceeded>({"allocate", "bytes", "free"},
                                    [&] { AllToAll refused(communicator, config, &allocator); });
     EXPECT_EQ(allocator.stats().in_use, 0);

@@ -137,7 +137,7 @@ TEST_P(TwoSidedTest, RowsMayBeManyTimesLargerThanAChannel) {
 }
 
 TEST_P(TwoSidedTest, RowsOfOneByteTravel) {
-  AllToAllConfig config = this->config();
+  AllToAllConfig config = TwoSidedTest::config();
   config.dtype = DType::kUInt8;
   config.combine_dtype = DType::kBFloat16;
   config.hidden = 1;
@@ -152,7 +152,7 @@ TEST_P(TwoSidedTest, RowsOfOneByteTravel) {
 }
 
 TEST_P(TwoSidedTest, GuardsBetweenRowsAndLateEpochsChangeNothing) {
-  AllToAllConfig config = this->config();
+  AllToAllConfig config = TwoSidedTest::config();
   config.test_knobs.row_guard_bytes = 48;
   config.test_knobs.first_epoch = (std::uint64_t{1} << 47) - 1;
   config.debug_poison = true;
@@ -165,7 +165,7 @@ TEST_P(TwoSidedTest, GuardsBetweenRowsAndLateEpochsChangeNothing) {
 
 TEST_P(TwoSidedTest, NoDelayAndNoOrderOfCallsSpoilsARound) {
   for (std::uint64_t seed = 1; seed <= (testing::kIsSanitizer ? 1 : 3); ++seed) {
-    AllToAllConfig config = this->config();
+    AllToAllConfig config = TwoSidedTest::config();
     config.max_in_flight = 3;
     config.test_knobs.delay_seed = seed;
     run_on_ranks(num_ranks(), config, [&](AllToAll& all_to_all) {
@@ -215,7 +215,7 @@ TEST_P(TwoSidedTest, ARoutingIsReusedWithNewRows) {
 
 TEST_P(TwoSidedTest, DispatchOnlyRoundsFollowEachOther) {
   for (const int in_flight : {1, 3, 64}) {
-    AllToAllConfig config = this->config();
+    AllToAllConfig config = TwoSidedTest::config();
     config.max_in_flight = in_flight;
     run_on_ranks(num_ranks(), config, [&](AllToAll& all_to_all) {
       for (std::uint64_t turn = 0; turn < 3; ++turn) {
@@ -326,6 +326,7 @@ TEST(TwoSidedFailureTest, ResetFindsTheStreamsInAnyState) {
     run_on_ranks(3, config, [&](AllToAll& all_to_all, Communicator& communicator) {
       testing::RandomBits random(testing::mix(seed, static_cast<std::uint64_t>(all_to_all.rank())));
       for (int turn = 0; turn < 2; ++turn) {
+        int num_failed = 0;
         try {
           for (std::int64_t rounds = random.below(3); rounds > 0; --rounds) {
             RoundRun round(all_to_all, plan_of(all_to_all, seed));
@@ -340,9 +341,13 @@ TEST(TwoSidedFailureTest, ResetFindsTheStreamsInAnyState) {
             all_to_all.combine(inputs, round.handle());
           }
         } catch (const PeerTimeout&) {
+          ++num_failed;
         } catch (const PeerAborted&) {
+          ++num_failed;
         } catch (const InvalidArgument&) {  // one released where another combined
+          ++num_failed;
         }
+        EXPECT_LE(num_failed, 1);
         if (turn == 0) communicator.barrier();  // else some reset while others are in a call
         heal(all_to_all);
         communicator.barrier();

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -23,10 +24,10 @@ constexpr std::int64_t kMaxTokens = 4;  // m
 constexpr std::int64_t kRowsPerExpert = kNumRanks * kMaxTokens;
 constexpr std::int32_t kRankCounts[] = {3, 0, 2};
 /// Where the rows of each source, or of each expert, begin.
-using Begins = std::vector<std::int64_t>;
-const Begins kPadded = {0, kMaxTokens, 2 * kMaxTokens};
-const Begins kDense = {0, 3, 3};
-const Begins kExpertBegin = {0, kRowsPerExpert, 2 * kRowsPerExpert};
+using Begins = std::array<std::int64_t, 3>;
+constexpr Begins kPadded = {0, kMaxTokens, 2 * kMaxTokens};
+constexpr Begins kDense = {0, 3, 3};
+constexpr Begins kExpertBegin = {0, kRowsPerExpert, 2 * kRowsPerExpert};
 
 /// Five received rows: with one, three, no, two and three experts, of which the order differs.
 plan::ExpertRows small_rows() {
@@ -256,7 +257,7 @@ TEST(CombineSendTest, OriginSendsEveryRowUnweightedInTheOrderOfTheColumns) {
 }
 
 /// Groups of two, three and three rows, each filled up to a multiple of four.
-const Begins kGroupBegin = {0, 4, 8};
+constexpr Begins kGroupBegin = {0, 4, 8};
 
 TEST(CombineSendTest, GroupsOfExpertsMayLieAnywhere) {
   const plan::ExpertRows expert_rows = small_rows();

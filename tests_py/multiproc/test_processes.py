@@ -12,16 +12,33 @@ from pathlib import Path
 
 import pytest
 from support import ranks
-from support.rounds import STRATEGIES
+from support.rounds import ALL_STRATEGIES, STRATEGIES
 
 import fanfold
 from fanfold.testing import RankEnded, process_outcomes, spawn_processes, spawn_threads
 
 pytestmark = pytest.mark.multiproc
-# More steps than two rounds have: 2 ranks x (rows, fences, flags, reads, sums).
-KILL_STEPS = {"one_sided": range(44), "broadcast": range(12)}
-STOP_STEPS = {"one_sided": list(range(30)), "broadcast": list(range(12))}
-NOTICE_S = 2.0
+# All steps, and more than two rounds have: 2 ranks x (rows, fences, flags, reads, sums). Of the
+# others: the first, one in the middle of round 0, one in its combine or in round 1.
+KILL_STEPS = {
+    "one_sided": range(44),
+    "broadcast": range(12),
+    "gather_scatter": (0, 4, 8),
+    "batched": (0, 5, 10),
+    "two_sided": (0, 6, 17),
+    "low_latency": (0, 10, 20),
+    "high_throughput": (0, 12, 20),
+}
+STOP_STEPS = {
+    "one_sided": list(range(30)),
+    "broadcast": list(range(12)),
+    "gather_scatter": [1, 5],
+    "batched": [2, 6],
+    "two_sided": [1, 9],
+    "low_latency": [3, 12],
+    "high_throughput": [4, 19],
+}
+NOTICE_S = 1.0
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +59,7 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 @pytest.mark.parametrize(
-    ("strategy", "step"), [(name, step) for name in STRATEGIES for step in KILL_STEPS[name]]
+    ("strategy", "step"), [(name, step) for name in ALL_STRATEGIES for step in KILL_STEPS[name]]
 )
 def test_a_rank_killed_at_any_step_is_lost_to_its_peers(strategy: str, step: int) -> None:
     outcomes = process_outcomes(3, ranks.rounds_until_a_peer_dies, strategy, step)
@@ -56,18 +73,20 @@ def test_a_rank_killed_at_any_step_is_lost_to_its_peers(strategy: str, step: int
         assert seconds < NOTICE_S
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ALL_STRATEGIES)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_rank_frozen_at_any_step_comes_back_by_reset(strategy: str, num_ranks: int) -> None:
-    steps = STOP_STEPS[strategy][:: num_ranks - 1]
+    steps = STOP_STEPS[strategy]
+    if strategy in STRATEGIES:
+        steps = steps[:: num_ranks - 1]
     ends = spawn_processes(
         num_ranks, ranks.rounds_with_a_frozen_rank, strategy, steps, 1, timeout_s=100
     )
-    for step, of_step in enumerate(zip(*ends, strict=True)):
-        assert "PeerTimeout" in of_step, (step, of_step)
+    for step, *of_step in zip(steps, *ends, strict=True):
+        assert ("PeerTimeout", 1) in of_step, (step, of_step)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ALL_STRATEGIES)
 def test_a_rank_that_returns_early_is_lost_to_its_peers(strategy: str) -> None:
     assert spawn_processes(3, ranks.leave_early, strategy) == ["lost", "left", "lost"]
 
@@ -126,7 +145,7 @@ def test_torchrun_starts_a_group(tmp_path: Path) -> None:
         path.unlink()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ALL_STRATEGIES)
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_is_refused_and_does_not_disturb(strategy: str) -> None:
     assert spawn_processes(2, ranks.use_in_a_forked_child, strategy) == [0, 0]

@@ -101,8 +101,11 @@ def rounds_until_a_peer_dies(
 
 def rounds_with_a_frozen_rank(
     comm: fanfold.Communicator, strategy: str, steps: list[int], frozen: int
-) -> list[str]:
-    """For each step: freeze a rank there, let the others time out and reset, thaw it, go on."""
+) -> list[tuple[str, int]]:
+    """For each step: freeze a rank there, let the others time out and reset, thaw it, go on.
+
+    Returns for each step the error of this rank, and the rank that it names.
+    """
     pids = [int(each) for each in comm.all_gather_bytes(str(os.getpid()).encode())]
     ends = []
     for step in steps:
@@ -119,13 +122,13 @@ def rounds_with_a_frozen_rank(
     return ends
 
 
-def _round_until_reset_is_due(a2a: fanfold.AllToAll, rank: int) -> str:
+def _round_until_reset_is_due(a2a: fanfold.AllToAll, rank: int) -> tuple[str, int]:
     try:
         for _ in range(100):
             recv = a2a.dispatch(random_ids(rank, 2), [tokens(2, rank=rank)], timeout_s=0.15)
             recv.combine(recv.combine_buffer(), timeout_s=0.15)
     except (fanfold.PeerTimeout, fanfold.PeerAborted) as error:
-        return type(error).__name__
+        return type(error).__name__, error.rank
     raise AssertionError("nobody froze")
 
 

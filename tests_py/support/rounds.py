@@ -10,6 +10,10 @@ import numpy
 import fanfold
 
 STRATEGIES = ("one_sided", "broadcast")
+# All that give layout rank_major, and all.
+PADDED_STRATEGIES = (*STRATEGIES, "gather_scatter", "batched", "two_sided", "low_latency")
+ALL_STRATEGIES = (*PADDED_STRATEGIES, "high_throughput")
+MASKING_STRATEGIES = ("one_sided", "low_latency", "high_throughput")
 DEFAULTS: dict[str, Any] = {
     "num_experts": 4,
     "top_k": 2,
@@ -25,8 +29,32 @@ DEFAULTS: dict[str, Any] = {
 
 
 def make(comm: fanfold.Communicator, **config: Any) -> fanfold.AllToAll:
-    """Make an AllToAll: four experts, top-2, four tokens, hidden 8, float32 unless told so."""
+    """Make an AllToAll: four experts, top-2, four tokens, hidden 8, float32 unless told so.
+
+    high_throughput has no padded layouts: flat, unless told so.
+    """
+    if config.get("strategy") == "high_throughput":
+        config = {"layout": "flat", **config}
     return fanfold.AllToAll(comm, **{**DEFAULTS, **config})
+
+
+def layout_per_expert(strategy: str) -> str:
+    """Return a layout per expert that the strategy gives."""
+    return "flat_by_expert" if strategy == "high_throughput" else "expert_major"
+
+
+def of_expert(recv: fanfold.Received, rows: Any, expert: int) -> numpy.ndarray:
+    """Return the rows of one local expert, in a layout per expert."""
+    count = int(recv.expert_counts[expert])
+    if numpy.ndim(recv.source_rank) == 2:
+        return numpy.asarray(rows)[expert, :count]
+    first = int(recv.offsets[expert])
+    return numpy.asarray(rows)[first : first + count]
+
+
+def counts_for_sanitize(recv: fanfold.Received) -> Any:
+    """Return the counts that tell which received ids belong to tokens."""
+    return recv.rank_counts if numpy.ndim(recv.topk_ids) == 3 else recv.num_rows
 
 
 def ids(*rows: list[int], dtype: str = "int32", top_k: int = 2) -> numpy.ndarray:
@@ -56,7 +84,7 @@ def random_ids(
 
 
 def row_weights(recv: fanfold.Received, local_experts: list[int]) -> numpy.ndarray:
-    """Sum each received row's weights over the experts that are here (rank_major, gathered)."""
+    """Sum each received row's weights over the experts that are here (a layout per rank)."""
     is_local = numpy.isin(numpy.asarray(recv.topk_ids), local_experts)
     if recv.topk_weights is None:
         return is_local.sum(-1).astype(numpy.float32)
@@ -66,7 +94,7 @@ def row_weights(recv: fanfold.Received, local_experts: list[int]) -> numpy.ndarr
 def identity_experts(recv: fanfold.Received, a2a: fanfold.AllToAll) -> numpy.ndarray:
     """Return what experts that change nothing give for payload 0, weighted where the rank must."""
     rows = numpy.asarray(recv.payloads[0])
-    if recv.topk_ids is None:  # expert_major: one expert per row
+    if recv.topk_ids is None:  # one expert per row
         return rows.copy()
     factors = row_weights(recv, list(a2a.local_experts)).astype(rows.dtype)
     return numpy.where(factors[..., None] != 0, rows * factors[..., None], 0).astype(rows.dtype)

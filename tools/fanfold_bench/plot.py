@@ -23,11 +23,18 @@ def series_by_shape(results: Sequence[Mapping[str, Any]]) -> dict[Shape, Series]
             if (name.startswith(OURS) or name == BEST) and "skipped" not in entry:
                 point = (result["tokens"], entry["round_us"]["p50"])
                 series.setdefault(name, []).append(point)
-    return {
+    compared = {
         shape: series
         for shape, series in shapes.items()
         if any(name.startswith(OURS) for name in series)
     }
+    # A shape with one number of tokens has no line to draw; kept only if there is no other.
+    lines = {
+        shape: series
+        for shape, series in compared.items()
+        if max(len(points) for points in series.values()) > 1
+    }
+    return lines or compared
 
 
 def draw(document: Mapping[str, Any], path: Path) -> None:

@@ -85,7 +85,7 @@ void Channel::run(const Call& call, base::Deadline deadline,
   check_usable(call.name);
   try {
     // Nothing is published after an abort: a peer must not take it for a sign that all is well.
-    control_.throw_if_aborted({rank_, call.name, round_});
+    control_.throw_if_aborted({rank_, phase_ != nullptr ? phase_ : call.name, round_});
     run_steps(call, deadline, check, fill, drain);
   } catch (const InvalidArgument&) {
     throw;  // every rank throws it in the same step: nothing is out of order
@@ -157,15 +157,17 @@ void Channel::step(const char* call, base::Deadline deadline) {
     const int peer = (rank_ + i) % num_ranks_;
     const std::atomic<std::uint64_t>& seq = seq_line(peer).seq;
     control_.wait([&seq, next] { return seq.load(std::memory_order_acquire) >= next; },
-                  {peer, call, round_}, deadline);
+                  {peer, phase_ != nullptr ? phase_ : call, round_}, deadline);
   }
 }
 
 void Channel::throw_mismatch(const std::string& field, int rank_a, const std::string& value_a,
                              int rank_b, const std::string& value_b) const {
-  throw InvalidArgument(base::str(control_.what(), ": ", field,
-                                  ": expected the same on every rank, got ", value_a, " on rank ",
-                                  rank_a, " and ", value_b, " on rank ", rank_b));
+  const bool in_round = round_ >= 0;
+  throw InvalidArgument(
+      base::str(control_.what(), ": ", field, in_round ? base::str(" of round ", round_) : "",
+                ": expected the same on every rank, got ", value_a, " on rank ", rank_a, " and ",
+                value_b, " on rank ", rank_b, in_round ? "; call reset() on every rank" : ""));
 }
 
 void Channel::compare_headers() const {

@@ -132,7 +132,11 @@ class Channel {
   void close(base::Deadline deadline);
   Control& control() noexcept { return control_; }
   /// The round that the next calls belong to, for messages; -1: none.
-  void set_round(std::int64_t round) noexcept { round_ = round; }
+  /// `phase`, where given, names their waits in place of the collective.
+  void set_round(std::int64_t round, const char* phase = nullptr) noexcept {
+    round_ = round;
+    phase_ = phase;
+  }
 
  private:
   struct SeqLine;
@@ -205,6 +209,7 @@ class Channel {
   std::vector<Incoming> parts_;  // [R] of the stream under way
   int num_far_puts_ = 0;         // puts to come that take the peers for distant
   std::int64_t round_ = -1;
+  const char* phase_ = nullptr;
   bool needs_reset_ = false;
   std::optional<Failure> lost_;
 };

@@ -47,7 +47,7 @@ void Batched::exchange_heads(const CallHead& head, base::Deadline deadline) {
 }
 
 void Batched::dispatch_send(Slot& slot, const DispatchCall& call) {
-  channel_->set_round(slot.round);
+  channel_->set_round(slot.round, "dispatch");
   exchange_heads(dispatch_head(slot, call), call.deadline);
   accept_dispatch(slot, call);
   if (slot.routing) {
@@ -156,7 +156,7 @@ void Batched::combine_send(Slot& slot, const CombineCall& call) {
 }
 
 void Batched::combine_recv(Slot& slot, const CombineCall& call) {
-  channel_->set_round(slot.round);
+  channel_->set_round(slot.round, "combine");
   exec::SumRowsParams params = sum_params(slot, *call.inputs);
   const CallHead head = combine_head(slot, *call.inputs, params.hidden);
   exchange_heads(head, call.deadline);

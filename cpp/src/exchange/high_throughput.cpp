@@ -85,6 +85,7 @@ class HighThroughput final : public WindowExchange {
   bool is_fixed() const noexcept {
     return config().layout == Layout::kFlat && config().max_recv_rows.has_value();
   }
+  std::int64_t fixed_rows() const noexcept { return config().max_recv_rows.value_or(0); }
   const std::vector<std::int32_t>& matrix(const Slot& slot) const noexcept {
     return slot.routing ? slot.routing->rows_matrix : slot.rows_matrix;
   }
@@ -106,7 +107,7 @@ class HighThroughput final : public WindowExchange {
   void make_room(const Slot& slot, const Room& needed, base::Deadline deadline);
   std::int64_t agree(const Slot& slot, const Room& wanted, base::Deadline deadline);
   bool touch_own(const Slot& slot, const Room& room);
-  void touch(const Slot& slot, int rank, const Room& room) const;
+  bool try_touch(const Slot& slot, int rank, const Room& room) const;
   void prune(Slot& slot) const;
 
   std::shared_ptr<Blocks> blocks_;
@@ -118,7 +119,7 @@ class HighThroughput final : public WindowExchange {
 HighThroughput::HighThroughput(Setup setup, base::Deadline deadline)
     : WindowExchange(std::move(setup), deadline) {
   const std::int64_t max_rows =
-      is_fixed() ? *config().max_recv_rows : num_ranks() * workspace_.max_tokens_per_rank;
+      is_fixed() ? fixed_rows() : num_ranks() * workspace_.max_tokens_per_rank;
   const plan::Store most = plan::walk_store(config(), workspace_, max_rows);
   if (setup_.workspace_of != nullptr) {
     blocks_ = static_cast<const HighThroughput&>(*setup_.workspace_of).blocks_;
@@ -242,23 +243,25 @@ void HighThroughput::exchange_counts(Slot& slot, base::Deadline deadline) {
   }
 }
 
-void HighThroughput::touch(const Slot& slot, int rank, const Room& room) const {
+/// False: there is no memory.
+bool HighThroughput::try_touch(const Slot& slot, int rank, const Room& room) const {
   const base::Mapping& window = *blocks_->windows[static_cast<std::size_t>(rank)];
   const std::int64_t base = slot.index * stride_;
-  window.touch(base, room.arriving);
-  window.touch(base + blocks_->combine_offset, room.leaving);
-}
-
-bool HighThroughput::touch_own(const Slot& slot, const Room& room) {
-  const std::int64_t limit = config().test_knobs.max_store_bytes;
-  if (limit >= 0 && room.bytes() > limit) return false;
   try {
-    touch(slot, rank_, room);
+    window.touch(base, room.arriving);
+    window.touch(base + blocks_->combine_offset, room.leaving);
   } catch (const std::bad_alloc&) {
     return false;
   } catch (const SystemFailure&) {
     return false;
   }
+  return true;
+}
+
+bool HighThroughput::touch_own(const Slot& slot, const Room& room) {
+  const std::int64_t limit = config().test_knobs.max_store_bytes;
+  if (limit >= 0 && room.bytes() > limit) return false;
+  if (!try_touch(slot, rank_, room)) return false;
   Room& held = blocks_->held[static_cast<std::size_t>(slot.index)];
   held = larger_of(held, room);
   return true;
@@ -273,11 +276,7 @@ std::int64_t HighThroughput::agree(const Slot& slot, const Room& wanted, base::D
   blocks_->agreed[static_cast<std::size_t>(slot.index)] = wanted;
   for (int peer = 0; peer < num_ranks(); ++peer) {
     if (peer == rank_ || !active_[static_cast<std::size_t>(peer)]) continue;
-    try {
-      touch(slot, peer, wanted);  // only saves faults while rows are pushed
-    } catch (const std::bad_alloc&) {
-    } catch (const SystemFailure&) {
-    }
+    (void)try_touch(slot, peer, wanted);  // only saves faults while rows are pushed
   }
   return -1;
 }
@@ -309,7 +308,7 @@ void HighThroughput::place_store(Slot& slot, base::Deadline deadline) {
     for (int source = 0; source < num_ranks(); ++source) rows += rows_between(slot, source, rank);
     most = std::max(most, rows);
   }
-  slot.store = plan::walk_store(config(), workspace_, is_fixed() ? *config().max_recv_rows : most,
+  slot.store = plan::walk_store(config(), workspace_, is_fixed() ? fixed_rows() : most,
                                 blocks_->combine_offset);
   make_room(slot, Room::of(slot.store), deadline);
   place_payloads(slot);

@@ -88,7 +88,7 @@ void Workers::start_helpers(std::int64_t num_helpers) {
     num_kept_.store(index + 1, std::memory_order_relaxed);  // the thread's start carries it
     pthread_t helper{};
     if (::pthread_create(&helper, nullptr, &enter_thread, start.get()) != 0) return;
-    start.release();  // the helper owns it now
+    [[maybe_unused]] const Start* owned_by_helper = start.release();
     ::pthread_setname_np(helper, "fanfold-worker");
     helpers_.push_back(helper);
   }

@@ -152,14 +152,15 @@ SymmetricMemory Allocator::Impl::allocate(std::int64_t bytes, std::int64_t zero_
 comm::Windows Allocator::Impl::make_windows(std::int64_t id, std::int64_t bytes,
                                             base::Deadline deadline) {
   if (!own_buffers_) return communicator_->group().share_windows(bytes, deadline);
+  memory::OwnBuffers& own = *own_buffers_;
   // What is free is the same on all ranks: so is every decision here.
-  std::optional<comm::Windows> windows = own_buffers_->take(id, bytes);
+  std::optional<comm::Windows> windows = own.take(id, bytes);
   if (!windows) {
     reclaim(deadline);
-    windows = own_buffers_->take(id, bytes);
+    windows = own.take(id, bytes);
   }
   if (windows) return std::move(*windows);
-  const memory::Arena& arena = own_buffers_->arena();
+  const memory::Arena& arena = own.arena();
   throw CapacityExceeded(base::str("allocate: expected room for ", bytes,
                                    " bytes in the caller's buffers, got ", arena.free_bytes(),
                                    " bytes free, at most ", arena.largest_free_bytes(),
@@ -168,6 +169,7 @@ comm::Windows Allocator::Impl::make_windows(std::int64_t id, std::int64_t bytes,
 
 // A rank may still look at a block that the others have freed.
 void Allocator::Impl::reclaim(base::Deadline deadline) {
+  if (!own_buffers_) return;
   std::vector<std::int64_t> idle = ledger_->dropped();
   idle.insert(idle.end(), trimmed_.begin(), trimmed_.end());
   for (const Cached& cached : cache_) idle.push_back(cached.id);
