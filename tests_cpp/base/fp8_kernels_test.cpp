@@ -68,7 +68,10 @@ class Fp8KernelsTest : public ::testing::TestWithParam<Isa> {
   static constexpr std::int64_t kGuardBytes = 64;
 
   void SetUp() override {
-    if (!is_supported(GetParam())) GTEST_SKIP() << "this processor or build lacks it";
+    if (!is_supported(GetParam())) {
+      GTEST_SKIP() << "this processor or build lacks "
+                   << (GetParam() == Isa::kAvx512 ? "AVX-512" : "AVX2");
+    }
     kernels_ = &kernels(GetParam());
   }
 

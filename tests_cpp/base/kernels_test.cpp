@@ -110,7 +110,10 @@ std::ostream& operator<<(std::ostream& out, const SumCase& c) {
 class KernelsTest : public ::testing::TestWithParam<Isa> {
  protected:
   void SetUp() override {
-    if (!is_supported(GetParam())) GTEST_SKIP() << "this processor or build lacks it";
+    if (!is_supported(GetParam())) {
+      GTEST_SKIP() << "this processor or build lacks "
+                   << (GetParam() == Isa::kAvx512 ? "AVX-512" : "AVX2");
+    }
     kernels_ = &kernels(GetParam());
   }
 

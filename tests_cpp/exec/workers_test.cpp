@@ -206,7 +206,9 @@ TEST(WorkersTest, IdleHelpersUseNoTime) {
 }
 
 TEST(WorkersTest, AForkedChildHasNone) {
-  if (testing::kIsThreadSanitizer) GTEST_SKIP() << "ThreadSanitizer: no fork beside threads";
+  if (testing::kIsThreadSanitizer) {
+    GTEST_SKIP() << "ThreadSanitizer lacks fork beside threads; presets cpu and asan run this";
+  }
   Workers* const workers = new Workers(&no_fence, 0);
   workers->set_num_workers(3);
   on_helper(*workers, [] {});
