@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Runs clang-tidy over the compile commands of preset cpu, skipping what has not changed.
+"""Runs clang-tidy over the sources as preset cpu compiles them, skipping what has not changed.
 
 A file is checked again when it, a header of ours that it includes (directly or not), its compile
 command, .clang-tidy or the version of clang-tidy changed. Results are kept in build/lint-cache.
@@ -25,7 +25,7 @@ from pathlib import Path
 
 from lint_support import ROOT, tool
 
-BUILD = ROOT / "build" / "cpu"
+BUILD = ROOT / "build" / "tidy"
 CACHE = ROOT / "build" / "lint-cache" / "tidy"
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
@@ -44,12 +44,12 @@ class Unit:
 
 
 def configure() -> None:
-    """Brings build/cpu/compile_commands.json up to date; nothing is compiled."""
-    done = subprocess.run(
-        ["cmake", "--preset", "cpu"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    """Brings the compile commands up to date, each file by itself; nothing is compiled."""
+    command = ["cmake", "--preset", "cpu", "-B", str(BUILD)]
+    command += ["-DCMAKE_UNITY_BUILD=OFF", "-DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise RuntimeError(f"cmake --preset cpu failed:\n{done.stdout}{done.stderr}")
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
 
 
 def units() -> list[Unit]:

@@ -6,12 +6,12 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <cstddef>
 #include <cstdint>
 
 #include "base/byte_math.h"
 #include "comm/channel.h"
 #include "comm/control.h"
+#include "comm/rank_index.h"
 
 namespace fanfold::comm {
 
@@ -30,15 +30,13 @@ struct alignas(base::kCacheLine) Channel::Header {
   std::int64_t length;
 };
 
-inline std::size_t index(int rank) noexcept { return static_cast<std::size_t>(rank); }
-
 /// Which of its num_ranks - 1 streams `from` uses for `to`.
 constexpr int stream_of(int from, int to) noexcept { return to < from ? to : to - 1; }
 
 /// 1 MiB, less when many ranks share one machine, but room for the counts of 1024 ranks.
 constexpr std::int64_t staging_half_bytes(int num_ranks) noexcept {
   return base::align_up(std::clamp((std::int64_t{4} << 20) / num_ranks, std::int64_t{64} << 10,
-                                   std::int64_t{1} << 20),
+                                   std::int64_t{1} << 18),
                         kHalfAlignment);
 }
 

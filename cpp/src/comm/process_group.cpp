@@ -15,14 +15,13 @@
 #include "base/format.h"
 #include "comm/failure.h"
 #include "comm/members.h"
+#include "comm/rank_index.h"
 #include "fanfold/error.h"
 
 namespace fanfold::comm {
 namespace {
 
 using Phase = Star::Phase;
-
-std::size_t index(int rank) noexcept { return static_cast<std::size_t>(rank); }
 
 /// Maps memory that a peer sent. A peer that could shrink it could make our loads fault.
 std::shared_ptr<base::Mapping> map_received(Parcel& parcel, std::int64_t bytes,

@@ -18,6 +18,7 @@
 #include "comm/listener.h"
 #include "comm/private_directory.h"
 #include "comm/process_group.h"
+#include "comm/rank_index.h"
 #include "comm/socket.h"
 #include "fanfold/error.h"
 
@@ -37,8 +38,6 @@ struct Hello {
   std::int32_t num_ranks;
   std::int64_t pid;
 };
-
-std::size_t index(int rank) noexcept { return static_cast<std::size_t>(rank); }
 
 std::string other_user(const std::string& path, uid_t expected, uid_t got) {
   return base::str("rendezvous '", path, "': expected a process of user ", expected,

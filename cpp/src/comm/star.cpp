@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "base/format.h"
+#include "comm/rank_index.h"
 #include "fanfold/error.h"
 
 namespace fanfold::comm {
@@ -24,8 +25,6 @@ constexpr std::chrono::milliseconds kAnswerGrace{300};
 constexpr std::size_t kMaxFailureBytes = 8192;  // of a message's text
 
 enum class Kind : std::uint32_t { kParcel, kEnd, kFailedEnd, kDone, kFailure };
-
-std::size_t index(int rank) noexcept { return static_cast<std::size_t>(rank); }
 
 Failure lost(const std::string& call, int rank, const std::string& reason) {
   return {Failure::Kind::kPeerLost, rank, base::str(call, ": rank ", rank, " is gone: ", reason)};
