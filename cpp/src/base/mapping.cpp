@@ -24,6 +24,9 @@ constexpr int kMadvPopulateWrite = 23;        // asm-generic/mman-common.h, kern
 constexpr int kMadvCollapse = 25;             // asm-generic/mman-common.h, kernel 6.1
 
 constexpr std::int64_t kHugePage = std::int64_t{2} << 20;
+// A processor's TLB covers less (1536 to 2048 small pages), and making one huge page takes half a
+// millisecond, as the kernel moves the data and waits for every core.
+constexpr std::int64_t kMinHugeBytes = 2 * kHugePage;
 
 [[noreturn]] void throw_system_failure(const char* call, std::int64_t bytes, int code) {
   if (code == ENOMEM || code == ENOSPC || code == EFBIG) throw std::bad_alloc();
@@ -69,7 +72,9 @@ void populate(std::byte* data, std::int64_t bytes) {
   const auto address = static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(data));
   const std::int64_t head = align_up(address, kHugePage) - address;
   const std::int64_t huge_bytes = (bytes - head) / kHugePage * kHugePage;
-  if (huge_bytes > 0) (void)::madvise(data + head, to_size(huge_bytes), kMadvCollapse);
+  if (huge_bytes >= kMinHugeBytes) {
+    (void)::madvise(data + head, to_size(huge_bytes), kMadvCollapse);
+  }
 }
 
 }  // namespace
