@@ -27,6 +27,7 @@ class Batched final : public Collective {
   void exchange_heads(const CallHead& head, base::Deadline deadline);
   void exchange_indices(Slot& slot, const DispatchCall& call);
   void exchange_payload(const Slot& slot, std::size_t payload, base::Deadline deadline);
+  void exchange_results(const Slot& slot, std::int64_t row_bytes, base::Deadline deadline);
   void all_to_all(const std::byte* send, std::byte* recv, std::int64_t block_bytes,
                   base::Deadline deadline) {
     channel_->all_to_all(send, recv, {DType::kUInt8, block_bytes}, deadline);
@@ -36,7 +37,8 @@ class Batched final : public Collective {
   std::int64_t index_bytes() const noexcept { return std::int64_t{workspace_.top_k} * 4; }
 
   std::vector<CallHead> sent_heads_;  // [R] all alike
-  std::vector<std::byte> received_;   // blocks that do not arrive where they belong
+  std::vector<std::byte> received_;   // blocks of indices
+  comm::Channel::Counts lengths_;     // scratch [R]
 };
 
 /// In a call of its own: the sizes of the others follow from what it compares.
@@ -115,32 +117,48 @@ void Batched::exchange_indices(Slot& slot, const DispatchCall& call) {
   }
 }
 
+/// Blocks of m rows, of which those without a token are sent as they are found. Rows go straight
+/// from the caller's tensor into the transport's memory, and from there to their places.
 void Batched::exchange_payload(const Slot& slot, std::size_t payload, base::Deadline deadline) {
   const PayloadSpec& spec = slot.payloads[payload];
   const exec::PayloadRows& rows = slot.payload_rows[payload];
   const plan::SendPlan& plan = slot.plan();
-  const std::int64_t block_bytes = slot.round_max_tokens * spec.row_bytes;
-  for (int rank = 0; rank < num_ranks(); ++rank) {
-    exec::GatherRowsParams params{};
-    params.source = rows.rows;
-    params.source_stride_bytes = rows.row_stride_bytes;
-    params.indices = plan.tokens_for(rank);
-    params.num_rows = plan.rows_per_rank[static_cast<std::size_t>(rank)];
-    params.target = scratch() + rank * block_bytes;
-    params.target_stride_bytes = spec.row_bytes;
-    params.row_bytes = spec.row_bytes;
-    backend_->gather_rows(params);
-  }
+  const std::int64_t m = slot.round_max_tokens;
   std::byte* region = slot_base(slot) + spec.region_offset;
-  if (spec.stride_bytes == spec.row_bytes) {
-    all_to_all(scratch(), region, block_bytes, deadline);
-    return;
-  }
-  received_.resize(static_cast<std::size_t>(num_ranks() * block_bytes));
-  all_to_all(scratch(), received_.data(), block_bytes, deadline);
-  for (std::int64_t row = 0; row < num_ranks() * slot.round_max_tokens; ++row) {
-    copy_bytes(region + row * spec.stride_bytes, received_.data() + row * spec.row_bytes,
-               spec.row_bytes);
+  const auto put = [&](int to, const comm::Channel::Outgoing& out) {
+    const std::int32_t* tokens = plan.tokens_for(to);
+    const std::int64_t used = plan.rows_per_rank[static_cast<std::size_t>(to)] * spec.row_bytes;
+    for_each_row(spec.row_bytes, out.begin, std::min(out.begin + out.bytes, used),
+                 [&](std::int64_t row, std::int64_t within, std::int64_t at, std::int64_t bytes) {
+                   out.copy(out.data + (at - out.begin),
+                            rows.rows + tokens[row] * rows.row_stride_bytes + within, bytes);
+                 });
+  };
+  const auto take = [&](const std::vector<comm::Channel::Incoming>& parts) {
+    for (int source = 0; source < num_ranks(); ++source) {
+      if (source == rank_) continue;
+      const comm::Channel::Incoming& part = parts[static_cast<std::size_t>(source)];
+      std::byte* block = region + source * m * spec.stride_bytes;
+      const std::int64_t end =
+          std::min(part.begin + part.bytes, counts(slot)[source] * spec.row_bytes);
+      if (spec.stride_bytes == spec.row_bytes) {
+        copy_bytes(block + part.begin, part.data, end - part.begin);
+        continue;
+      }
+      for_each_row(spec.row_bytes, part.begin, end,
+                   [&](std::int64_t row, std::int64_t within, std::int64_t at, std::int64_t bytes) {
+                     copy_bytes(block + row * spec.stride_bytes + within,
+                                part.data + (at - part.begin), bytes);
+                   });
+    }
+    hook_.step();
+  };
+  lengths_.assign(static_cast<std::size_t>(num_ranks()), m * spec.row_bytes);
+  channel_->all_to_all_stream("all_to_all", lengths_, put, take, deadline);
+  const std::int32_t* tokens = plan.tokens_for(rank_);
+  for (std::int64_t row = 0; row < counts(slot)[rank_]; ++row) {
+    copy_bytes(region + (rank_ * m + row) * spec.stride_bytes,
+               rows.rows + tokens[row] * rows.row_stride_bytes, spec.row_bytes);
   }
 }
 
@@ -155,18 +173,43 @@ void Batched::combine_send(Slot& slot, const CombineCall& call) {
   if (call.inputs->release) poison_received(slot);
 }
 
+/// Brings home what this rank's tokens got on every other, `row_bytes` for each received row.
+void Batched::exchange_results(const Slot& slot, std::int64_t row_bytes, base::Deadline deadline) {
+  const std::int64_t block_bytes = slot.round_max_tokens * row_bytes;
+  const auto put = [&](int to, const comm::Channel::Outgoing& out) {
+    const std::int64_t end = std::min(out.begin + out.bytes, counts(slot)[to] * row_bytes);
+    if (end <= out.begin) return;
+    out.copy(out.data, combine_rows(slot) + to * block_bytes + out.begin, end - out.begin);
+  };
+  const auto take = [&](const std::vector<comm::Channel::Incoming>& parts) {
+    for (int root = 0; root < num_ranks(); ++root) {
+      if (root == rank_) continue;
+      const auto index = static_cast<std::size_t>(root);
+      const comm::Channel::Incoming& part = parts[index];
+      if (part.is_last && part.begin == 0) {  // in one step: summed where it lies
+        sources_[index] = part.data;
+        continue;
+      }
+      std::byte* home = mine() + root * block_bytes;
+      sources_[index] = home;
+      const std::int64_t used = slot.plan().rows_per_rank[index] * row_bytes;
+      const std::int64_t end = std::min(part.begin + part.bytes, used);
+      copy_bytes(home + part.begin, part.data, end - part.begin);
+    }
+    hook_.step();
+  };
+  lengths_.assign(static_cast<std::size_t>(num_ranks()), block_bytes);
+  channel_->all_to_all_stream("all_to_all", lengths_, put, take, deadline);
+  sources_[static_cast<std::size_t>(rank_)] = combine_rows(slot) + rank_ * block_bytes;
+}
+
 void Batched::combine_recv(Slot& slot, const CombineCall& call) {
   channel_->set_round(slot.round, "combine");
   exec::SumRowsParams params = sum_params(slot, *call.inputs);
   const CallHead head = combine_head(slot, *call.inputs, params.hidden);
   exchange_heads(head, call.deadline);
   compare_heads(slot, "combine", head.fields);
-  const std::int64_t block_bytes =
-      slot.round_max_tokens * workspace_.rows_per_token * params.row_bytes;
-  all_to_all(combine_rows(slot), mine(), block_bytes, call.deadline);
-  for (int root = 0; root < num_ranks(); ++root) {
-    sources_[static_cast<std::size_t>(root)] = mine() + root * block_bytes;
-  }
+  exchange_results(slot, workspace_.rows_per_token * params.row_bytes, call.deadline);
   params.sources = sources_.data();
   backend_->sum_rows(params);
 }

@@ -61,6 +61,19 @@ void for_each_span(std::size_t first, std::size_t last, BytesOf&& bytes_of, std:
   }
 }
 
+/// Calls visit(row, offset within the row, position in the stream, bytes) for the rows of which the
+/// bytes [begin, end) of a stream of rows of `row_bytes` hold some.
+template <class Visit>
+void for_each_row(std::int64_t row_bytes, std::int64_t begin, std::int64_t end, Visit&& visit) {
+  for (std::int64_t at = begin; at < end;) {
+    const std::int64_t row = at / row_bytes;
+    const std::int64_t within = at - row * row_bytes;
+    const std::int64_t bytes = std::min(row_bytes - within, end - at);
+    visit(row, within, at, bytes);
+    at += bytes;
+  }
+}
+
 /// Puts the bytes [begin, end) of the rows, as a stream has them, to consecutive bytes at `out`, by
 /// copy(to, from, bytes).
 template <class Copy>
@@ -70,13 +83,10 @@ void put_rows(const RowSpan& span, std::byte* out, std::int64_t begin, std::int6
     copy(out, span.rows + begin, end - begin);
     return;
   }
-  for (std::int64_t at = begin; at < end;) {
-    const std::int64_t row = at / span.row_bytes;
-    const std::int64_t within = at - row * span.row_bytes;
-    const std::int64_t length = std::min(span.row_bytes - within, end - at);
-    copy(out + (at - begin), span.rows + row * span.stride_bytes + within, length);
-    at += length;
-  }
+  for_each_row(span.row_bytes, begin, end,
+               [&](std::int64_t row, std::int64_t within, std::int64_t at, std::int64_t bytes) {
+                 copy(out + (at - begin), span.rows + row * span.stride_bytes + within, bytes);
+               });
 }
 
 /// The same for the bytes [begin, begin + bytes) of the stream of all `spans`.
