@@ -138,12 +138,13 @@ INSTANTIATE_TEST_SUITE_P(Strategies, CapacityTest,
 
 /// The bytes that `max_store_bytes` allows on `short_rank`, everywhere else any number.
 void run_short(int num_ranks, const AllToAllConfig& config, int short_rank,
-               std::int64_t max_store_bytes, const std::function<void(AllToAll&)>& body) {
+               std::int64_t max_store_bytes,
+               const std::function<void(AllToAll&, Communicator&)>& body) {
   testing::spawn_ranks(num_ranks, [&, config](Communicator& communicator) {
     AllToAllConfig own = config;
     if (communicator.rank() == short_rank) own.test_knobs.max_store_bytes = max_store_bytes;
     AllToAll all_to_all(communicator, own);
-    body(all_to_all);
+    body(all_to_all, communicator);
     all_to_all.close();
   });
 }
@@ -161,7 +162,7 @@ TEST(CapacityExceededTest, IsTheSameOnEveryRankAndTheNextDispatchWorks) {
       std::mutex mutex;  // guards texts
       std::vector<std::string> texts;
       run_short(num_ranks, wide_config(num_ranks, layout), num_ranks / 2, 60'000,
-                [&](AllToAll& all_to_all) {
+                [&](AllToAll& all_to_all, Communicator&) {
                   FlatRound small(all_to_all, RoutingKind::kUniform, 1, 1);
                   small.dispatch();
                   small.combine();
@@ -187,7 +188,7 @@ TEST(CapacityExceededTest, LeavesOpenRoundsAndTheNumberOfTheNextAsTheyWere) {
   AllToAllConfig config = wide_config(3, Layout::kFlat);
   config.max_in_flight = 3;
   config.test_knobs.delay_seed = 3;
-  run_short(3, config, 1, 60'000, [&](AllToAll& all_to_all) {
+  run_short(3, config, 1, 60'000, [&](AllToAll& all_to_all, Communicator& communicator) {
     FlatRound first(all_to_all, RoutingKind::kUniform, 2, 1);
     FlatRound second(all_to_all, RoutingKind::kUneven, 1, 2);
     first.dispatch();
@@ -207,6 +208,7 @@ TEST(CapacityExceededTest, LeavesOpenRoundsAndTheNumberOfTheNextAsTheyWere) {
     // And through a reset.
     FlatRound large(all_to_all, RoutingKind::kUniform, 12, 3);
     testing::expect_error<CapacityExceeded>({"dispatch of round 3"}, [&] { large.dispatch(); });
+    communicator.barrier();  // a reset ends the calls of ranks that are still waiting
     all_to_all.reset();
     FlatRound last(all_to_all, RoutingKind::kUniform, 2, 5);
     last.dispatch();
@@ -243,7 +245,7 @@ TEST(CapacityExceededTest, HitsARoutingThatNeedsMoreMemoryInAnotherSlot) {
 TEST(CapacityExceededTest, GrowthTakesWhatIsNeededWhereTheReserveDoesNotFit) {
   // 26 rows of 8 kB fit on rank 0, a quarter on top of 22 rows does not.
   AllToAllConfig config = wide_config(2, Layout::kFlat);
-  run_short(2, config, 0, 215'000, [&](AllToAll& all_to_all) {
+  run_short(2, config, 0, 215'000, [&](AllToAll& all_to_all, Communicator&) {
     for (const std::int64_t m : {11, 12}) {
       FlatRound round(all_to_all, RoutingKind::kUniform, m, 1);
       EXPECT_LE(round.max_received(), 2 * m);

@@ -170,51 +170,82 @@ Dropped dropped_rows(const Exchange& exchange) {
   return dropped;
 }
 
-/// Results by token and expert, of which those of dropped rows are missing.
+/// One result that goes home for a token.
+struct Term {
+  int rank = 0;
+  std::int32_t expert = -1;
+  float weight = 1.0F;   // of the token for the expert
+  bool is_kept = false;  // not dropped for want of room
+};
+
+/// What the sums of a token are made of.
 class Results {
  public:
   Results(const Exchange& exchange, const CombineTypes& types, const ResultElement& element)
       : exchange_(exchange), types_(types), element_(element), dropped_(dropped_rows(exchange)) {}
 
-  /// What `rank` sends home for one token and column, before it is rounded.
-  float partial(int rank, int source, std::int64_t token, std::int64_t column) const {
-    if (!is_per_expert(exchange_.layout)) {
-      const ResultIndex index{rank, -1, source, token, column};
-      return is_kept(index) ? add(0.0F, element_(index)) : 0.0F;
-    }
-    float sum = 0.0F;
-    for (const std::int32_t expert : exchange_.experts_of_token(source, token)) {
-      const ResultIndex index{rank, expert, source, token, column};
-      if (rank_of(exchange_, expert) != rank || !is_kept(index)) continue;
-      float value = element_(index);
-      if (exchange_.weighting == Weighting::kCarried) {
-        const std::vector<float>& weights = exchange_.tokens_of(source).topk_weights;
-        value = multiply(exchange_.merged_weight(source, token, expert, weights), value);
+  /// In layouts per expert one for each of the token's experts, in their order; otherwise one for
+  /// each rank that got the token.
+  std::vector<Term> terms_of(int source, std::int64_t token) const {
+    std::vector<Term> terms;
+    if (is_per_expert(exchange_.layout)) {
+      const bool is_origin = exchange_.weighting == Weighting::kOrigin;
+      const std::vector<float>& weights = is_origin && !types_.weights.empty()
+                                              ? types_.weights
+                                              : exchange_.tokens_of(source).topk_weights;
+      for (const std::int32_t expert : exchange_.experts_of_token(source, token)) {
+        Term term{rank_of(exchange_, expert), expert};
+        if (exchange_.weighting != Weighting::kApplied) {
+          term.weight = exchange_.merged_weight(source, token, expert, weights);
+        }
+        terms.push_back(term);
       }
-      sum = add(sum, value);
+    } else {
+      for (int rank = 0; rank < exchange_.num_ranks; ++rank) {
+        const bool is_sent = !exchange_.has_ids || exchange_.is_routed(source, token, rank);
+        if (is_active(exchange_, rank) && is_sent) terms.push_back({rank});
+      }
+    }
+    for (Term& term : terms) {
+      term.is_kept =
+          dropped_[static_cast<std::size_t>(term.rank)].count({source, token, term.expert}) == 0;
+    }
+    return terms;
+  }
+
+  /// Partials per rank, ranks ascending, each rounded to the type in which it travels.
+  float nested_sum(const std::vector<Term>& terms, ResultIndex index) const {
+    float sum = 0.0F;
+    for (index.rank = 0; index.rank < exchange_.num_ranks; ++index.rank) {
+      float partial = 0.0F;
+      bool is_sent = false;
+      for (const Term& term : terms) {
+        if (term.rank != index.rank) continue;
+        is_sent = true;
+        if (!term.is_kept) continue;
+        index.expert = term.expert;
+        const float value = element_(index);
+        const bool is_weighted = exchange_.weighting == Weighting::kCarried;
+        partial = add(partial, is_weighted ? multiply(term.weight, value) : value);
+      }
+      if (is_sent) sum = add(sum, round_to(types_.combine_dtype, partial));
     }
     return sum;
   }
 
-  float origin_sum(int source, std::int64_t token, std::int64_t column) const {
-    const std::vector<float>& weights =
-        types_.weights.empty() ? exchange_.tokens_of(source).topk_weights : types_.weights;
+  /// Rows travel as combine_dtype, unweighted; as zeros where they were dropped.
+  float origin_sum(const std::vector<Term>& terms, ResultIndex index) const {
     float sum = 0.0F;
-    for (const std::int32_t expert : exchange_.experts_of_token(source, token)) {
-      const ResultIndex index{rank_of(exchange_, expert), expert, source, token, column};
-      // Rows travel as combine_dtype, unweighted; as zeros where they were dropped.
-      const float value = is_kept(index) ? round_to(types_.combine_dtype, element_(index)) : 0.0F;
-      sum = add(sum, multiply(exchange_.merged_weight(source, token, expert, weights), value));
+    for (const Term& term : terms) {
+      index.rank = term.rank;
+      index.expert = term.expert;
+      const float value = term.is_kept ? round_to(types_.combine_dtype, element_(index)) : 0.0F;
+      sum = add(sum, multiply(term.weight, value));
     }
     return sum;
   }
 
  private:
-  bool is_kept(const ResultIndex& index) const {
-    return dropped_[static_cast<std::size_t>(index.rank)].count(
-               {index.source, index.token, index.expert}) == 0;
-  }
-
   const Exchange& exchange_;
   const CombineTypes& types_;
   const ResultElement& element_;
@@ -329,18 +360,11 @@ std::vector<std::byte> expected_out(const Exchange& exchange, int rank, const Co
   const std::int64_t size = size_of(types.out_dtype);
   std::vector<std::byte> out(static_cast<std::size_t>(num_tokens * types.hidden * size));
   for (std::int64_t token = 0; token < num_tokens; ++token) {
+    const std::vector<Term> terms = results.terms_of(rank, token);
     for (std::int64_t column = 0; column < types.hidden; ++column) {
-      float sum = 0.0F;
-      if (exchange.weighting == Weighting::kOrigin) {
-        sum = results.origin_sum(rank, token, column);
-      } else {
-        for (int peer = 0; peer < exchange.num_ranks; ++peer) {
-          if (!is_active(exchange, peer)) continue;
-          if (exchange.has_ids && !exchange.is_routed(rank, token, peer)) continue;
-          const float partial = results.partial(peer, rank, token, column);
-          sum = add(sum, round_to(types.combine_dtype, partial));
-        }
-      }
+      const ResultIndex index{0, -1, rank, token, column};
+      const float sum = exchange.weighting == Weighting::kOrigin ? results.origin_sum(terms, index)
+                                                                 : results.nested_sum(terms, index);
       encode(types.out_dtype, sum, out.data() + (token * types.hidden + column) * size);
     }
   }
