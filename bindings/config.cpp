@@ -107,6 +107,7 @@ void set_knobs(const nb::dict& fields, TestKnobs& knobs) {
   set("isa", knobs.isa);
   set("streaming_stores", knobs.streaming_stores);
   set("min_worker_bytes", knobs.min_worker_bytes);
+  set("min_pull_bytes", knobs.min_pull_bytes);
   set("max_store_bytes", knobs.max_store_bytes);
 }
 

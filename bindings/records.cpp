@@ -52,7 +52,8 @@ void bind_capabilities(nb::module_& m) {
           "All that it gives.")
       .def_prop_ro(
           "native_layouts", [](const Capabilities& self) { return names_of(self.native_layouts); },
-          "Those that need no local copy after the rows arrived.")
+          "Those that need no local copy after the rows arrived (flat_by_expert: without "
+          "max_recv_rows).")
       .def_prop_ro("id_dtypes", [](const Capabilities& self) { return names_of(self.id_dtypes); })
       .def_ro("two_phase", &Capabilities::two_phase,
               "Whether dispatch and combine can be split into send and recv.")

@@ -141,6 +141,7 @@ def programs(draw: st.DrawFn) -> Program:
             "isa": draw(st.sampled_from(["auto", "portable"])),
             "row_guard_bytes": draw(st.sampled_from([0, 16])),
             "min_worker_bytes": 0,
+            "min_pull_bytes": draw(st.sampled_from([0, -1])),
         },
     )
     needs_weights = weighting in ("carried", "origin")

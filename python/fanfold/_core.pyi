@@ -414,7 +414,9 @@ class Capabilities:
 
     @property
     def native_layouts(self) -> list[str]:
-        """Those that need no local copy after the rows arrived."""
+        """
+        Those that need no local copy after the rows arrived (flat_by_expert: without max_recv_rows).
+        """
 
     @property
     def id_dtypes(self) -> list[str]: ...

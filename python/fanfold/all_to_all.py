@@ -28,8 +28,8 @@ class AllToAll(_core.AllToAll):
         "one_sided": rows are pushed straight into the peers' memory; the fastest on one machine.
         "low_latency": one_sided whose rows may travel as FP8, for decode over few bytes.
         "high_throughput": counts first, so that symmetric memory grows with the rows received; for
-            large prefill rounds. In layout flat that is all the memory of rows; flat_by_expert
-            also has private address space for the worst case.
+            large prefill rounds. In layout flat_by_expert (without max_recv_rows) senders put rows
+            straight among those of their expert.
         "two_sided": bounded FIFO channels; symmetric memory that does not grow with the tokens.
         "gather_scatter": every token to every rank, each partial sum to its token's rank only; for
             router logits without ids (layout gathered), and where a token goes to most ranks.
@@ -128,8 +128,10 @@ class AllToAll(_core.AllToAll):
         Returns:
             Symmetric plus private bytes: exactly ``workspace_bytes`` of such an object when it is
             made. The counts and indices of a routing and small scratch of the collectives come on
-            top. Layout flat_by_expert: the private area of its rows counts as its worst case, which
-            is address space; it takes memory only where it is written.
+            top. Layout flat_by_expert, where it is not native: the private area of its rows counts
+            as its worst case, which is address space; it takes memory only where it is written.
+            high_throughput holds, on every rank, room for the rows of the fullest rank of any round
+            so far, by expert those of payloads and of results.
 
         Raises:
             InvalidArgument, Unsupported: as creation.

@@ -18,6 +18,7 @@ _TEST_KNOBS = frozenset(
         "kill_at_step",
         "max_store_bytes",
         "min_worker_bytes",
+        "min_pull_bytes",
         "row_guard_bytes",
         "stop_at_step",
         "streaming_stores",

@@ -117,6 +117,12 @@ class FlatRound {
     }
     return most;
   }
+  /// Of any rank's layout, the rows that fill up groups included.
+  std::int64_t max_layout_rows() const {
+    std::size_t most = 0;
+    for (const auto& rows : rows_) most = std::max(most, rows.size());
+    return static_cast<std::int64_t>(most);
+  }
 
  private:
   static std::size_t index(std::int64_t value) { return static_cast<std::size_t>(value); }

@@ -48,6 +48,12 @@ struct WorkspaceCase {
     return config.layout == Layout::kFlat &&
            (is_gathering() || has_blocks() || config.strategy == Strategy::kTwoSided);
   }
+  bool stores_by_expert() const {
+    return config.strategy == Strategy::kHighThroughput && config.layout == Layout::kFlatByExpert &&
+           !config.max_recv_rows;
+  }
+  /// Whether rows are copied to their experts' on arrival.
+  bool expands() const { return by_expert() && !stores_by_expert(); }
   bool copies_to_flat() const { return config.layout == Layout::kFlat && !is_flat_in_place(); }
   std::int64_t tokens() const { return num_ranks * config.max_tokens_per_rank; }
   /// Rows of the layout at most.
@@ -122,6 +128,11 @@ inline void add_slot(const WorkspaceCase& c, const Workspace& w, int slot,
 inline std::vector<Region> window_regions(const WorkspaceCase& c, const Workspace& w) {
   std::vector<Region> regions;
   regions.push_back({"control", w.control_offset, kControlBytes});
+  for (int slot = 0; slot < c.config.max_in_flight && c.is_gathered(); ++slot) {
+    const std::int64_t base = w.block_offset + slot * w.block_stride;
+    regions.push_back({"gathered", base, w.block_combine_offset});
+    regions.push_back({"results", base + w.block_combine_offset, c.tokens() * c.combine_row_bytes});
+  }
   if (c.is_private()) return regions;
   for (int slot = 0; slot < c.config.max_in_flight; ++slot) {
     const std::int64_t base = w.flags_offset + slot * w.flags_stride;
@@ -133,7 +144,8 @@ inline std::vector<Region> window_regions(const WorkspaceCase& c, const Workspac
   }
   if (c.has_blocks()) {
     regions.push_back({"counts", w.counts_offset,
-                       c.config.max_in_flight * std::int64_t{4} * c.num_ranks * c.num_ranks});
+                       c.config.max_in_flight * std::int64_t{4} * c.num_ranks *
+                           (c.num_ranks + (c.stores_by_expert() ? c.config.num_experts : 0))});
   }
   return regions;
 }
@@ -150,9 +162,8 @@ inline void add_local_slot(const WorkspaceCase& c, const Workspace& w, int slot,
   add("source_rank", w.local_source_rank_offset, c.rows() * 4);
   add("source_token", w.local_source_token_offset, c.rows() * 4);
   add("local payload", w.local_payload_offset, w.local_payload_bytes);
-  add("gathered", w.local_gathered_offset, w.local_gathered_bytes);
   if (c.by_expert()) add("weights", w.local_weights_offset, c.rows() * 4);
-  if (c.by_expert() || c.is_gathered() || c.copies_to_flat()) {
+  if (c.expands() || c.copies_to_flat()) {
     add("local combine", w.local_combine_offset, c.rows() * c.combine_row_bytes);
   }
   if (c.is_gathering() || c.copies_to_flat()) {
@@ -177,10 +188,11 @@ inline std::vector<Region> private_regions(const WorkspaceCase& c, const Workspa
   if (!c.is_private()) return regions;
   regions.push_back({"scratch", w.local_scratch_offset, w.local_scratch_bytes});
   const std::int64_t row_bytes = c.rows_per_token() * c.wire_row_bytes();
-  // Without ids, which only gathered allows, every token comes home from every rank; equal splits
-  // bring a row of every token from every rank, whether it went there or not.
-  const bool from_all = c.is_gathered() || c.config.strategy == Strategy::kBatched;
-  const std::int64_t homecoming = from_all ? c.num_ranks : std::min(c.num_ranks, c.config.top_k);
+  // Equal splits bring a row of every token from every rank, whether it went there or not. Gathered
+  // rows are read where they are, unless the transport adds them.
+  const bool from_all = c.config.strategy == Strategy::kBatched;
+  std::int64_t homecoming = from_all ? c.num_ranks : std::min(c.num_ranks, c.config.top_k);
+  if (c.is_gathered()) homecoming = c.config.deterministic ? 0 : 1;
   regions.push_back(
       {"mine", w.local_mine_offset, c.config.max_tokens_per_rank * homecoming * row_bytes});
   return regions;

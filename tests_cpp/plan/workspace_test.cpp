@@ -76,11 +76,11 @@ void expect_payloads_fit(const WorkspaceCase& c, const Workspace& w, testing::Ra
     if (!c.is_gathered()) {
       EXPECT_LE(end_of_payloads(set, guard, c.stored_rows(), 0), w.store.payload_bytes);
     }
-    if (c.by_expert() || c.copies_to_flat()) {
+    if (c.expands() || c.copies_to_flat()) {
       EXPECT_LE(end_of_payloads(set, guard, c.rows(), 0), w.local_payload_bytes);
     }
     if (c.is_gathered()) {
-      EXPECT_LE(end_of_payloads(set, guard, c.tokens(), 0), w.local_gathered_bytes);
+      EXPECT_LE(end_of_payloads(set, guard, c.tokens(), 0), w.block_combine_offset);
     }
   }
 }
@@ -112,7 +112,7 @@ TEST(WorkspaceTest, FlagsAndControlLieBeforeAllRows) {
 
 TEST(WorkspaceTest, WhatKeepsRowsPrivatelyHasNoSymmetricMemoryButItsChannels) {
   for_each_case([](const WorkspaceCase& c) {
-    if (!c.is_private()) return;
+    if (!c.is_private() || c.is_gathered()) return;
     EXPECT_EQ(c.walk().symmetric_bytes, aligned(kControlBytes));
   });
 }
@@ -160,8 +160,10 @@ void expect_store(const WorkspaceCase& c, std::int64_t num_rows, std::int64_t mi
   AllToAllConfig resolved = c.config;
   resolved.dispatch_row_bytes = c.dispatch_row_bytes;
   resolved.combine_row_bytes = c.combine_row_bytes;
-  const Store store = walk_store(resolved, c.walk(), num_rows, min_combine_offset);
+  const std::int64_t num_places = 3 * num_rows + 5;  // of rows that lie by expert
+  const Store store = walk_store(resolved, c.walk(), num_rows, num_places, min_combine_offset);
   EXPECT_EQ(store.num_rows, num_rows);
+  EXPECT_EQ(store.num_places, c.stores_by_expert() ? num_places : num_rows);
   EXPECT_GE(store.combine_offset, min_combine_offset);
   const std::int64_t index_bytes = num_rows * c.config.top_k * 4;
   std::vector<Region> regions = {
@@ -169,12 +171,17 @@ void expect_store(const WorkspaceCase& c, std::int64_t num_rows, std::int64_t mi
       {"topk_ids", store.topk_ids_offset, index_bytes},
       {"topk_weights", store.topk_weights_offset, index_bytes},
       {"payload", store.payload_offset, store.payload_bytes},
-      {"combine", store.combine_offset, num_rows * c.rows_per_token() * c.wire_row_bytes()}};
+      {"combine", store.combine_offset,
+       c.stores_by_expert() ? num_places * c.combine_row_bytes
+                            : num_rows * c.rows_per_token() * c.wire_row_bytes()}};
+  if (c.stores_by_expert() && c.config.weighting != Weighting::kOrigin) {
+    regions.push_back({"partial", store.partial_offset, num_rows * c.combine_row_bytes});
+  }
   expect_apart(regions, store.bytes);
   testing::RandomBits random(kSeed);
   for (const auto& set : payload_sets(c.dispatch_row_bytes, random)) {
-    if (c.is_gathered() || num_rows == 0) continue;
-    EXPECT_LE(end_of_payloads(set, c.config.test_knobs.row_guard_bytes, num_rows, 0),
+    if (c.is_gathered() || store.num_places == 0) continue;
+    EXPECT_LE(end_of_payloads(set, c.config.test_knobs.row_guard_bytes, store.num_places, 0),
               store.payload_bytes);
   }
 }
@@ -212,11 +219,11 @@ TEST(WorkspaceTest, GuardsLieBehindEveryRowOfEveryPayload) {
     if (!c.is_gathered()) {
       EXPECT_GE(guarded.store.payload_bytes, dense.store.payload_bytes + c.stored_rows() * per_row);
     }
-    if (c.by_expert() || c.copies_to_flat()) {
+    if (c.expands() || c.copies_to_flat()) {
       EXPECT_GE(guarded.local_payload_bytes, dense.local_payload_bytes + c.rows() * per_row);
     }
     if (c.is_gathered()) {
-      EXPECT_GE(guarded.local_gathered_bytes, dense.local_gathered_bytes + c.tokens() * per_row);
+      EXPECT_GE(guarded.block_combine_offset, dense.block_combine_offset + c.tokens() * per_row);
     }
     EXPECT_EQ(guarded.store.combine_bytes, dense.store.combine_bytes) << "results have no guards";
   });

@@ -58,7 +58,7 @@ struct FANFOLD_EXPORT CombineInputs {
 struct FANFOLD_EXPORT Capabilities {
   Strategy strategy = Strategy::kAuto;
   std::vector<Layout> layouts;         ///< all that it gives
-  std::vector<Layout> native_layouts;  ///< those that need no local copy after the rows arrived
+  std::vector<Layout> native_layouts;  ///< those that need no local copy after the rows arrived (flat_by_expert: without max_recv_rows)
   std::vector<DType> id_dtypes;
   bool two_phase = false;
   bool graph_safe = false;
@@ -134,9 +134,10 @@ class FANFOLD_EXPORT AllToAll {
 
   /// Bytes of workspace that an AllToAll of this configuration holds per rank: symmetric and
   /// private, exactly `workspace_bytes()` when it is made. The counts and indices of a routing and
-  /// small scratch of the collectives come on top. Layout flat_by_expert: the private area of its
-  /// rows counts as its worst case, which is address space; it takes memory only where it is
-  /// written.
+  /// small scratch of the collectives come on top. Layout flat_by_expert, where it is not native:
+  /// the private area of its rows counts as its worst case, which is address space; it takes memory
+  /// only where it is written. high_throughput holds, on every rank, room for the rows of the
+  /// fullest rank of any round so far, by expert those of payloads and of results.
   static std::int64_t required_bytes(int num_ranks, const AllToAllConfig& config);
 
   const AllToAllConfig& config() const;

@@ -59,7 +59,7 @@ enum class WireScale : std::uint8_t {
 /// Who multiplies by the router's weights.
 enum class Weighting : std::uint8_t {
   kApplied,  ///< the experts did; rows are only added
-  kCarried,  ///< the expert's rank, with the weights that travelled, before it sends
+  kCarried,  ///< as if the expert's rank did, with the weights that travelled, before it sends
   kOrigin,   ///< the token's own rank, when it adds the unweighted rows
 };
 
@@ -126,7 +126,8 @@ struct FANFOLD_EXPORT TestKnobs {
   std::string isa = "auto";            ///< "portable", "avx2", "avx512"
   bool streaming_stores = true;        ///< push remote rows past the cache
   std::int64_t min_worker_bytes = -1;  ///< not -1: phases of fewer bytes use one worker
-  std::int64_t max_store_bytes = -1;   ///< not -1: a slot of high_throughput cannot grow beyond it
+  std::int64_t min_pull_bytes = -1;    ///< not -1: fewer results by expert are folded first
+  std::int64_t max_store_bytes = -1;  ///< not -1: a slot of high_throughput cannot grow beyond it
 };
 
 /// Configuration of an AllToAll; equal on all ranks, which creation verifies.

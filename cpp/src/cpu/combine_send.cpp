@@ -95,6 +95,27 @@ void stage(const exec::Context& context, const exec::CombineSendParams& params, 
   }
 }
 
+/// The layout's rows, which go home as they are, to where the peers find them.
+void stage_layout(const exec::Context& context, const exec::CombineSendParams& params) {
+  const std::int64_t row_bytes = params.hidden * size_of(params.layout_dtype);
+  const std::int64_t y_row_bytes = params.hidden * size_of(params.y_dtype);
+  if (params.y == params.layout_rows) return;
+  const auto stage_rows = [&](std::int64_t begin, std::int64_t end) {
+    std::byte* out = params.layout_rows + begin * row_bytes;
+    const std::byte* y = params.y + begin * y_row_bytes;
+    if (params.y_dtype == params.layout_dtype) {
+      copy_ordinary(out, y, (end - begin) * row_bytes);
+      return;
+    }
+    for (std::int64_t i = 0; i < end - begin; ++i) {
+      const void* row = y + i * y_row_bytes;
+      context.kernels->sum_rows(out + i * row_bytes, params.layout_dtype, &row, nullptr, 1,
+                                params.y_dtype, params.hidden);
+    }
+  };
+  exec::for_ranges(context.workers, params.num_y_rows, y_row_bytes, stage_rows);
+}
+
 /// Results in place end where the layout ends; the rows behind it go home, too.
 void clear_dropped(const exec::CombineSendParams& params, int source) {
   const std::int64_t first = params.row_begin[source];
@@ -140,9 +161,12 @@ void combine_send(const exec::Context& context, const exec::CombineSendParams& p
     first_rows[static_cast<std::size_t>(source)] = row;
     row += params.rank_counts[source];
   }
+  if (params.layout_rows != nullptr) stage_layout(context, params);
   for (int i = 1; i <= context.num_ranks; ++i) {
     const int peer = (context.rank + i) % context.num_ranks;
-    prepare_rows(context, params, peer, first_rows[static_cast<std::size_t>(peer)]);
+    if (params.layout_rows == nullptr) {
+      prepare_rows(context, params, peer, first_rows[static_cast<std::size_t>(peer)]);
+    }
     context.hook->step();
     if (peer == context.rank || params.flags == nullptr ||
         !(*params.active)[static_cast<std::size_t>(peer)]) {

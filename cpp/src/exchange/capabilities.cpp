@@ -56,7 +56,7 @@ Capabilities capabilities_of(Strategy strategy) {
       break;
     case Strategy::kHighThroughput:
       record.layouts = {Layout::kFlat, Layout::kFlatByExpert};
-      record.native_layouts = {Layout::kFlat};
+      record.native_layouts = {Layout::kFlat, Layout::kFlatByExpert};
       record.rank_mask = true;
       break;
     case Strategy::kTwoSided:

@@ -37,7 +37,7 @@ std::string describe(const Counts& counts) {
 Collective::Collective(Setup setup, base::Deadline deadline) : Exchange(std::move(setup)) {
   shared_ = setup_.workspace_of != nullptr
                 ? static_cast<const Collective&>(*setup_.workspace_of).shared_
-                : make_channel(setup_, deadline);
+                : make_channel(setup_, workspace_.symmetric_bytes, deadline);
   channel_ = shared_.channel;
   heads_.resize(static_cast<std::size_t>(num_ranks()));
   sources_.resize(static_cast<std::size_t>(num_ranks()));

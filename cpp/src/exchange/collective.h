@@ -22,8 +22,8 @@ struct alignas(2 * base::kCacheLine) CallHead {
   std::uint64_t known_counts = 0;  // digest of num_tokens_per_rank; 0: not given
 };
 
-/// Rows of private memory on both sides: peers never touch this rank's rows, so nothing has to
-/// settle before a slot is used again.
+/// Nothing has to settle before a slot is used again: peers touch no private memory, and layout
+/// gathered has reasons of its own (gathering.h).
 class Collective : public Exchange {
  public:
   Collective(Setup setup, base::Deadline deadline);
@@ -59,6 +59,7 @@ class Collective : public Exchange {
   std::byte* combine_rows(const Slot& slot) const noexcept {
     return slot_base(slot) + slot.store.combine_offset;
   }
+  const SharedChannel& shared() const noexcept { return shared_; }
   std::byte* scratch() const noexcept { return local_.get() + workspace_.local_scratch_offset; }
   /// Rows that came home, one rank after the other.
   std::byte* mine() const noexcept { return local_.get() + workspace_.local_mine_offset; }

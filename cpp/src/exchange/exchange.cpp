@@ -191,12 +191,12 @@ void Exchange::prepare_dispatch(Slot& slot, const DispatchCall& call) {
   const std::int64_t sources = workspace_.num_ranks * workspace_.max_tokens_per_rank;
   lay_out(slot.payloads, workspace_.local_payload_offset, workspace_.max_layout_rows,
           [](PayloadSpec& spec, std::int64_t at) { spec.local_offset = at; });
-  lay_out(slot.payloads, workspace_.local_gathered_offset, sources,
+  lay_out(slot.payloads, 0, sources,
           [](PayloadSpec& spec, std::int64_t at) { spec.gathered_offset = at; });
 }
 
 void Exchange::place_payloads(Slot& slot) const {
-  lay_out(slot.payloads, slot.store.payload_offset, slot.store.num_rows,
+  lay_out(slot.payloads, slot.store.payload_offset, slot.store.num_places,
           [](PayloadSpec& spec, std::int64_t at) { spec.region_offset = at; });
   for (std::size_t i = 0; i < slot.payloads.size(); ++i) {
     slot.payload_rows[i].region_offset = slot.payloads[i].region_offset;
@@ -326,8 +326,6 @@ void Exchange::poison_received(const Slot& slot) const noexcept {
   if (!setup_.config.debug_poison) return;
   poison(slot_base(slot) + slot.store.payload_offset, slot.store.payload_bytes, 0xCD);
   poison(local_base(slot) + workspace_.local_payload_offset, workspace_.local_payload_bytes, 0xCD);
-  poison(local_base(slot) + workspace_.local_gathered_offset, workspace_.local_gathered_bytes,
-         0xCD);
 }
 
 // When all dispatch flags are there: before that a peer may still pull the last round's rows. All

@@ -143,6 +143,8 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   /// Whether `data` points into memory of this exchange.
   virtual bool owns(const void* data) const noexcept;
   std::byte* local_base(const Slot& slot) const noexcept;
+  /// Layout gathered: every token's rows of the slot, in memory that peers reach.
+  virtual std::byte* block_base(const Slot&) const noexcept { return nullptr; }
   /// Keeps every view mapped, as views are now.
   virtual std::shared_ptr<const void> memory() const = 0;
 
@@ -175,6 +177,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
                                   std::int64_t hidden) const noexcept;
   /// Received ids and weights of each source, as they lie in the store.
   std::vector<plan::SourceRows> source_rows(const Slot& slot) const;
+  bool stores_by_expert() const noexcept { return plan::stores_by_expert(setup_.config); }
   bool stores_flat() const noexcept { return plan::stores_flat(setup_.config); }
   bool is_gathered() const noexcept { return setup_.config.layout == Layout::kGathered; }
   /// Bytes of one row of `hidden` elements as it goes home.

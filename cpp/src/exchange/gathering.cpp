@@ -48,6 +48,7 @@ void Gathering::gather(const Slot& slot, std::size_t first, std::size_t last, Ta
 
 void Gathering::dispatch_send(Slot& slot, const DispatchCall& call) {
   const CallHead head = dispatch_head(slot, call);
+  if (is_gathered() && !slot.routing) name_rows_by_token(slot.own_plan);
   list_spans(slot, call, head);
   const std::size_t first_payload = index_targets_.size();
   // Equal on all ranks, or the heads differ.
@@ -55,7 +56,8 @@ void Gathering::dispatch_send(Slot& slot, const DispatchCall& call) {
   for (std::size_t i = 1; i < spans_.size(); ++i) {
     most_bytes += call.round_max_tokens * spans_[i].row_bytes;
   }
-  const bool at_once = std::int64_t{sizeof head} + most_bytes <= channel_->stream_room();
+  const bool at_once =
+      !is_gathered() && std::int64_t{sizeof head} + most_bytes <= channel_->stream_room();
   const auto take = [&](const Parts& parts) {
     if (take_heads(parts)) {
       accept_dispatch(slot, call);
@@ -68,6 +70,13 @@ void Gathering::dispatch_send(Slot& slot, const DispatchCall& call) {
   };
   gather(slot, 0, at_once ? spans_.size() : first_payload, take, call.deadline);
   if (at_once) return;
+  if (is_gathered()) {
+    push_payloads(slot);
+    // Release of the rows: this step, which begins with a store fence. Acquire: its end.
+    gather(slot, spans_.size(), spans_.size(), [](const Parts&) {}, call.deadline);
+    place(slot);
+    return;
+  }
   place(slot);
   const auto take_rows = [&](const Parts& parts) { take_payloads(slot, parts, first_payload); };
   gather(slot, first_payload, spans_.size(), take_rows, call.deadline);
@@ -100,9 +109,10 @@ void Gathering::take_indices(const Parts& parts, std::size_t last) {
   }
 }
 
-/// When all indices are there: decides where every row goes, then moves this rank's own.
+/// When all indices are there: decides where every row goes, then moves this rank's own (gathered:
+/// they have been pushed).
 void Gathering::place(Slot& slot) {
-  if (!slot.routing) count_rows(slot);
+  if (!slot.routing && !is_gathered()) count_rows(slot);
   std::int32_t* rank_counts = counts(slot);
   for (int source = 0; source < num_ranks(); ++source) {
     // Gathered rows are all tokens, whether routed here or not.
@@ -117,6 +127,7 @@ void Gathering::place(Slot& slot) {
   } else {
     keep_routed_rows(slot);
   }
+  if (is_gathered()) return;
   for (std::size_t i = 0; i < slot.payloads.size(); ++i) {
     const RowSpan& own = spans_[index_targets_.size() + i];
     copy_payload(slot, slot.payloads[i], rank_, own, 0, own.bytes());
@@ -133,10 +144,6 @@ void Gathering::count_rows(Slot& slot) {
   std::int64_t token = 0;
   for (std::size_t source = 0; source < ranks; ++source) {
     std::int32_t* row = slot.rows_matrix.data() + source * ranks;
-    if (!slot.has_ids) {
-      std::fill_n(row, ranks, slot.token_counts[source]);
-      continue;
-    }
     for (std::int32_t i = 0; i < slot.token_counts[source]; ++i, ++token) {
       for (int k = 0; k < workspace_.top_k; ++k) {
         const std::int32_t id = ids[token * workspace_.top_k + k];
@@ -208,15 +215,13 @@ void Gathering::copy_payload(const Slot& slot, const PayloadSpec& spec, int sour
                              const RowSpan& from, std::int64_t begin, std::int64_t end) const {
   const auto index = static_cast<std::size_t>(source);
   const std::int64_t num_rows = picked_begin_[index + 1] - picked_begin_[index];
-  const bool keeps_all = is_gathered() || num_rows == slot.token_counts[index];
+  const bool keeps_all = num_rows == slot.token_counts[index];
   const std::int32_t* rows = picked(slot).data() + picked_begin_[index];  // not if it keeps all
   const auto token_of = [&](std::int64_t at) {
     return keeps_all ? at : rows[at] - token_begin_[index];
   };
   std::byte* target =
-      is_gathered()
-          ? local_base(slot) + spec.gathered_offset + token_begin_[index] * spec.stride_bytes
-          : slot_base(slot) + spec.region_offset + slot.row_begin[index] * spec.stride_bytes;
+      slot_base(slot) + spec.region_offset + slot.row_begin[index] * spec.stride_bytes;
   const bool dense = from.is_dense() && spec.stride_bytes == spec.row_bytes;
   const std::int64_t first_token = begin / spec.row_bytes;
   std::int64_t at = first_token;
@@ -240,6 +245,7 @@ void Gathering::copy_payload(const Slot& slot, const PayloadSpec& spec, int sour
 
 void Gathering::dispatch_recv(Slot& slot, base::Deadline) {
   poison_results(slot);
+  poison_block(slot, workspace_.block_combine_offset, workspace_.block_stride, 0xFF);
   arrange(slot);
   hook_.step();
 }

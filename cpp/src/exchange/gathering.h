@@ -7,6 +7,20 @@
 // A dispatch is one stream per rank: head, ids, weights, payload rows. Where a row goes depends on
 // the ids of all ranks, so the rows follow in a second collective, unless all fits in one step of
 // the channel: then the rows are placed straight from the step that brought the ids.
+//
+// Layout gathered does without most of these copies. Every token's rows, and the results, lie in
+// blocks: memory behind the channel in each rank's window, one block per slot. Once the heads have
+// told every rank how many tokens each has, a rank writes its rows to their places in all blocks; a
+// step of the channel says that they are there. At combine a step says that the results are there,
+// and each rank adds those of its tokens where they lie.
+//
+// Why no block is overwritten while somebody needs it. A rank writes rows into the blocks of a
+// slot, or results into its own, once it has the heads of all ranks for this round. A rank that has
+// sent that head has left the slot's earlier round, however it ended there: by a combine, after
+// which it has pulled all it needs; by release; by reset, which all ranks have come to, each after
+// its last write. That holds for whichever member of a workspace had the earlier round. Within a
+// round results are written anew only after combine(release=False), which therefore ends with one
+// more step.
 
 #include <cstdint>
 #include <vector>
@@ -28,11 +42,17 @@ void begin_groups(std::vector<std::int64_t>& begin, int num_groups, SizeOf&& siz
 
 class Gathering : public Collective {
  public:
-  using Collective::Collective;
+  Gathering(Setup setup, base::Deadline deadline);
   void dispatch_send(Slot& slot, const DispatchCall& call) final;
   void dispatch_recv(Slot& slot, base::Deadline deadline) final;
   void combine_send(Slot& slot, const CombineCall& call) final;
   void combine_recv(Slot& slot, const CombineCall& call) final;
+  void release(Slot& slot) final;
+  void close(base::Deadline deadline) final;
+  void detach() noexcept final;
+  bool owns(const void* data) const noexcept final;
+  std::byte* block_base(const Slot& slot) const noexcept final { return block_of(slot, rank_); }
+  std::shared_ptr<const void> memory() const final { return kept_; }
 
  protected:
   using Parts = std::vector<comm::Channel::Incoming>;
@@ -61,6 +81,26 @@ class Gathering : public Collective {
 
  private:
   using Incoming = comm::Channel::Incoming;
+  struct Kept {  // what views need
+    comm::Windows windows;
+    SymmetricMemory memory;
+    std::shared_ptr<std::byte> local;
+  };
+
+  // Blocks (gathering_blocks.cpp).
+  std::byte* block_of(const Slot& slot, int rank) const noexcept {
+    return blocks_[static_cast<std::size_t>(rank)] + slot.index * workspace_.block_stride;
+  }
+  std::byte* results_of(const Slot& slot, int rank) const noexcept {
+    return block_of(slot, rank) + workspace_.block_combine_offset;
+  }
+  void name_rows_by_token(plan::SendPlan& plan) const;
+  void push_payloads(const Slot& slot);
+  void push_rows(const RowSpan& rows, std::int64_t stride_bytes, comm::Channel::Copy copy);
+  void put_results(const Slot& slot, const exec::CombineSendParams& params);
+  void pull_results(const Slot& slot, const CombineCall& call, const CallHead& head,
+                    exec::SumRowsParams& params);
+  void poison_block(const Slot& slot, std::int64_t begin, std::int64_t end, int value) const;
 
   // Dispatch.
   void list_spans(const Slot& slot, const DispatchCall& call, const CallHead& head);
@@ -84,6 +124,7 @@ class Gathering : public Collective {
   void take_partials(const Slot& slot, const Parts& parts);
   void sum_by_transport(const Slot& slot, const CombineCall& call, const CallHead& head,
                         const exec::SumRowsParams& params);
+  void exchange_heads(const Slot& slot, const CallHead& head, base::Deadline deadline);
   std::byte* spread_partials(const Slot& slot);
 
   // The call under way.
@@ -96,6 +137,11 @@ class Gathering : public Collective {
   std::vector<std::int64_t> partial_begin_;  // [R+1] of each source's rows among the partials
   std::vector<std::int64_t> mine_begin_;     // [R+1] of each rank's rows among those that came home
   std::vector<std::int32_t> order_;          // 0, 1, 2, …
+
+  const base::Kernels& kernels_;
+  std::vector<std::byte*> blocks_;  // of slot 0, by rank; none but in layout gathered
+  std::shared_ptr<const Kept> kept_;
+  std::vector<std::byte*> push_targets_;  // scratch [R]
 };
 
 }  // namespace fanfold::exchange

@@ -10,33 +10,18 @@
 
 namespace fanfold::exchange {
 void Gathering::combine_send(Slot& slot, const CombineCall& call) {
-  exec::CombineSendParams params = combine_params(slot, *call.inputs);
+  const exec::CombineSendParams params = combine_params(slot, *call.inputs);
   if (is_gathered()) {
-    exec::GatherRowsParams gather{};
-    gather.source = params.y;
-    gather.row_bytes = params.hidden * size_of(params.y_dtype);
-    gather.source_stride_bytes = gather.row_bytes;
-    gather.indices = picked(slot).data();
-    gather.num_rows = static_cast<std::int64_t>(picked(slot).size());
-    gather.target = params.rows;
-    gather.target_stride_bytes = params.row_bytes;
-    gather.source_dtype = params.y_dtype;
-    gather.target_dtype = params.combine_dtype;
-    backend_->gather_rows(gather);
+    put_results(slot, params);
   } else {
     backend_->combine_send(params);
   }
-  if (call.inputs->release) poison_received(slot);
+  if (call.inputs->release) release(slot);
 }
 
-/// Where the partial rows lie: gathered ones without gaps, the others where the rows arrived.
+/// Where the partial rows lie that go through the channel.
 void Gathering::find_partials(const Slot& slot) {
-  if (is_gathered()) {
-    begin_groups(partial_begin_, num_ranks(),
-                 [&](int source) { return rows_between(slot, source, rank_); });
-  } else {
-    partial_begin_ = slot.row_begin;
-  }
+  partial_begin_ = slot.row_begin;
   begin_groups(mine_begin_, num_ranks(), [&](int root) {
     return root == rank_ ? std::int64_t{0} : rows_between(slot, rank_, root);
   });
@@ -76,10 +61,14 @@ void Gathering::combine_recv(Slot& slot, const CombineCall& call) {
   const CallHead head = combine_head(slot, *call.inputs, params.hidden);
   heads_[static_cast<std::size_t>(rank_)] = head;
   step_bytes_ = params.row_bytes * workspace_.rows_per_token;
-  find_partials(slot);
+  if (!is_gathered()) find_partials(slot);
   // Weighting origin adds single rows in a stated order; there is no partial to reduce.
   if (!config().deterministic && config().weighting != Weighting::kOrigin) {
     sum_by_transport(slot, call, head, params);
+    return;
+  }
+  if (is_gathered()) {
+    pull_results(slot, call, head, params);
     return;
   }
   const auto take = [&](const Parts& parts) {
@@ -93,6 +82,18 @@ void Gathering::combine_recv(Slot& slot, const CombineCall& call) {
   backend_->sum_rows(params);
 }
 
+/// A step in which every rank's head is compared with this rank's.
+void Gathering::exchange_heads(const Slot& slot, const CallHead& head, base::Deadline deadline) {
+  const auto put = [&](const comm::Channel::Outgoing& out) {
+    put_rows(RowSpan::of(head), out.data, out.begin, out.begin + out.bytes, out.copy);
+  };
+  const auto take = [&](const Parts& parts) {
+    if (take_heads(parts)) compare_heads(slot, "combine", head.fields);
+  };
+  channel_->all_gather_stream("combine", sizeof head, put, take, deadline);
+  hook_.step();
+}
+
 /// [sum of T] rows: this rank's partials at their tokens, zeros elsewhere.
 std::byte* Gathering::spread_partials(const Slot& slot) {
   const std::vector<std::int32_t>& tokens = picked(slot);
@@ -104,12 +105,21 @@ std::byte* Gathering::spread_partials(const Slot& slot) {
                 static_cast<std::size_t>((end - token) * step_bytes_));
     token = end;
   };
-  for (int source = 0; source < num_ranks(); ++source) {
-    const RowSpan rows = partials_of(slot, source);
-    for (std::int64_t i = 0; i < rows.num_rows; ++i, ++next) {
-      zero_up_to(tokens[next]);
-      copy_bytes(out + token * step_bytes_, rows.rows + i * step_bytes_, step_bytes_);
+  if (is_gathered()) {
+    for (const std::int32_t at : tokens) {
+      zero_up_to(at);
+      copy_bytes(out + token * step_bytes_, results_of(slot, rank_) + token * step_bytes_,
+                 step_bytes_);
       ++token;
+    }
+  } else {
+    for (int source = 0; source < num_ranks(); ++source) {
+      const RowSpan rows = partials_of(slot, source);
+      for (std::int64_t i = 0; i < rows.num_rows; ++i, ++next) {
+        zero_up_to(tokens[next]);
+        copy_bytes(out + token * step_bytes_, rows.rows + i * step_bytes_, step_bytes_);
+        ++token;
+      }
     }
   }
   zero_up_to(slot.num_gathered);
@@ -118,14 +128,7 @@ std::byte* Gathering::spread_partials(const Slot& slot) {
 
 void Gathering::sum_by_transport(const Slot& slot, const CombineCall& call, const CallHead& head,
                                  const exec::SumRowsParams& params) {
-  const auto put = [&](const comm::Channel::Outgoing& out) {
-    put_rows(RowSpan::of(head), out.data, out.begin, out.begin + out.bytes, out.copy);
-  };
-  const auto take = [&](const Parts& parts) {
-    if (take_heads(parts)) compare_heads(slot, "combine", head.fields);
-  };
-  channel_->all_gather_stream("combine", sizeof head, put, take, call.deadline);
-  hook_.step();
+  exchange_heads(slot, head, call.deadline);
   exec::GatherRowsParams rows{};
   rows.source =
       reduce(slot, spread_partials(slot), {params.combine_dtype, params.hidden}, call.deadline);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Strategy high_throughput: the ranks tell each other how many rows they will send, so that every
-// rank knows the place of each row among all the rows of its destination, and each destination has
-// memory for exactly as many. Then rows move as one_sided moves them.
+// rank knows the place of each row among all the rows of its destination, and every rank has memory
+// for as many as the fullest receives. Then rows move as one_sided moves them.
 //
 // Before rows move, the ranks take steps together: one tells the counts, and, in a round that needs
 // more memory than any before, another says whether every rank has it. In a step each rank
@@ -17,6 +17,12 @@
 // rows that arrive lie at the start of a slot, as dense as the round's number of rows allows; those
 // that go home begin at an offset that never changes, so that rows of a later round, pushed as soon
 // as their own rank has left the earlier one, never meet results that a third rank still pulls.
+//
+// Layout flat_by_expert: the ranks also tell each other how many tokens each expert gets from them.
+// So a sender knows the place of each row among the rows of its expert, and puts it there: nothing
+// is copied on arrival. Many results that lie in the combine buffer, and all of weighting origin,
+// go home the same way: the owner of a token reads them where they are, and adds them as their rank
+// would have done. Others are added up first: fewer rows from another core's cache are faster.
 
 #include <algorithm>
 #include <new>
@@ -38,7 +44,7 @@ struct Room {
 
   static Room of(const plan::Store& store) noexcept {
     return {base::align_up(store.payload_offset + store.payload_bytes, 128),
-            base::align_up(store.combine_bytes, 128)};
+            base::align_up(store.bytes - store.combine_offset, 128)};
   }
   std::int64_t bytes() const noexcept { return arriving + leaving; }
   bool holds(const Room& other) const noexcept {
@@ -80,6 +86,11 @@ class HighThroughput final : public WindowExchange {
   }
   std::int64_t first_row_on(const Slot& slot, int rank) const noexcept override;
   const std::int32_t* stored_counts(const Slot& slot) override;
+  const plan::PairPlan* pairs_of(const Slot& slot) const override {
+    return stores_by_expert() ? &slot.pairs() : nullptr;
+  }
+  void choose_way_home(const Slot& slot, exec::CombineSendParams& params) override;
+  void find_results(const Slot& slot, exec::SumRowsParams& params) override;
 
   /// Whether the store has as many rows as the layout, however many come.
   bool is_fixed() const noexcept {
@@ -92,11 +103,13 @@ class HighThroughput final : public WindowExchange {
   std::int64_t rows_between(const Slot& slot, int source, int destination) const noexcept {
     return matrix(slot)[static_cast<std::size_t>(std::int64_t{source} * num_ranks() + destination)];
   }
-  /// Row counts of `source` for each rank, in `window`'s window.
+  /// Row counts of `source` for each rank, then (stores_by_expert) its pairs of each expert, in
+  /// `window`'s window.
   std::int32_t* count_row(const Slot& slot, int window, int source) const noexcept {
-    const std::int64_t row = std::int64_t{slot.index} * num_ranks() + source;
-    return reinterpret_cast<std::int32_t*>(window_of(window) + workspace_.counts_offset) +
-           row * num_ranks();
+    std::byte* counts =
+        window_of(window) + workspace_.counts_offset + slot.index * workspace_.counts_stride;
+    return reinterpret_cast<std::int32_t*>(counts) +
+           std::int64_t{source} * (num_ranks() + (stores_by_expert() ? map().num_experts : 0));
   }
   void forget_agreed();
   std::int64_t step(const Slot& slot, exec::FlagFields mine, base::Deadline deadline);
@@ -113,14 +126,21 @@ class HighThroughput final : public WindowExchange {
   std::shared_ptr<Blocks> blocks_;
   std::vector<std::byte*> bases_;  // of slot 0, by rank
   std::int64_t stride_ = 0;
-  std::vector<std::int32_t> kept_counts_;  // scratch [R]
+  std::vector<std::int32_t> kept_counts_;      // scratch [R]
+  std::vector<exec::LayoutRows> layout_rows_;  // scratch [R]
+  std::vector<std::uint32_t> ways_home_;       // by slot: of this rank's results, see way_of
 };
+
+/// What a combine flag says of the rows that it announces: 0, one for each received row; else the
+/// layout's, of this type.
+std::uint32_t way_of(DType dtype) noexcept { return 1 + static_cast<std::uint32_t>(dtype); }
 
 HighThroughput::HighThroughput(Setup setup, base::Deadline deadline)
     : WindowExchange(std::move(setup), deadline) {
   const std::int64_t max_rows =
       is_fixed() ? fixed_rows() : num_ranks() * workspace_.max_tokens_per_rank;
-  const plan::Store most = plan::walk_store(config(), workspace_, max_rows);
+  const plan::Store most =
+      plan::walk_store(config(), workspace_, max_rows, workspace_.max_layout_rows);
   if (setup_.workspace_of != nullptr) {
     blocks_ = static_cast<const HighThroughput&>(*setup_.workspace_of).blocks_;
     const Room room{blocks_->combine_offset, blocks_->stride - blocks_->combine_offset};
@@ -147,6 +167,8 @@ HighThroughput::HighThroughput(Setup setup, base::Deadline deadline)
   stride_ = blocks_->stride;
   for (const auto& window : blocks_->windows) bases_.push_back(window->data());
   kept_counts_.resize(static_cast<std::size_t>(num_ranks()));
+  layout_rows_.resize(static_cast<std::size_t>(num_ranks()));
+  ways_home_.resize(slots_.size());
   keep(std::make_shared<comm::Windows>(blocks_->windows));
 }
 
@@ -224,22 +246,32 @@ std::int64_t HighThroughput::step(const Slot& slot, exec::FlagFields mine,
 
 void HighThroughput::exchange_counts(Slot& slot, base::Deadline deadline) {
   const auto ranks = static_cast<std::size_t>(num_ranks());
-  const std::vector<std::int32_t>& mine = slot.own_plan.rows_per_rank;
-  const auto row_of = [&](int source) {
+  const auto experts = static_cast<std::size_t>(stores_by_expert() ? map().num_experts : 0);
+  const std::vector<std::int32_t>& rows = slot.own_plan.rows_per_rank;
+  const std::vector<std::int32_t>& pairs = slot.own_pairs.pairs_per_expert;
+  const auto rows_of = [&](int source) {
     return slot.rows_matrix.begin() + std::int64_t{source} * num_ranks();
   };
+  const auto pairs_of = [&](int source) {
+    return slot.pairs_matrix.begin() + static_cast<std::int64_t>(experts) * source;
+  };
   slot.rows_matrix.assign(ranks * ranks, 0);
-  std::copy(mine.begin(), mine.end(), row_of(rank_));
+  slot.pairs_matrix.assign(ranks * experts, 0);
+  std::copy(rows.begin(), rows.end(), rows_of(rank_));
+  std::copy_n(pairs.begin(), experts, pairs_of(rank_));
   for (int peer = 0; peer < num_ranks(); ++peer) {
     if (peer == rank_ || !active_[static_cast<std::size_t>(peer)]) continue;
     // The peer has read those of the round before: it has ended that round. Release: the flag.
-    std::copy(mine.begin(), mine.end(), count_row(slot, peer, rank_));
+    std::int32_t* const out = std::copy(rows.begin(), rows.end(), count_row(slot, peer, rank_));
+    std::copy_n(pairs.begin(), experts, out);
     hook_.step();
   }
   (void)step(slot, slot.sent, deadline);
   for (int peer = 0; peer < num_ranks(); ++peer) {
     if (peer == rank_ || !active_[static_cast<std::size_t>(peer)]) continue;
-    std::copy_n(count_row(slot, rank_, peer), ranks, row_of(peer));
+    const std::int32_t* const in = count_row(slot, rank_, peer);
+    std::copy_n(in, ranks, rows_of(peer));
+    std::copy_n(in + ranks, experts, pairs_of(peer));
   }
 }
 
@@ -296,7 +328,7 @@ void HighThroughput::make_room(const Slot& slot, const Room& needed, base::Deadl
   if (refused_by >= 0 && !exact.holds(wanted)) refused_by = agree(slot, exact, deadline);
   if (refused_by < 0) return;
   throw CapacityExceeded(base::str(
-      what(), ": dispatch of round ", slot.round, ": expected memory for ", slot.store.num_rows,
+      what(), ": dispatch of round ", slot.round, ": expected memory for ", slot.store.num_places,
       " rows (", needed.bytes(), " bytes) on every rank, rank ", refused_by,
       " has not got it; no row was sent and the round has not begun, on any rank"));
 }
@@ -308,7 +340,12 @@ void HighThroughput::place_store(Slot& slot, base::Deadline deadline) {
     for (int source = 0; source < num_ranks(); ++source) rows += rows_between(slot, source, rank);
     most = std::max(most, rows);
   }
-  slot.store = plan::walk_store(config(), workspace_, is_fixed() ? fixed_rows() : most,
+  std::int64_t most_places = 0;
+  if (stores_by_expert()) {
+    const auto& pairs = slot.routing ? slot.routing->pairs_matrix : slot.pairs_matrix;
+    most_places = plan::most_places(pairs, map(), config().expert_alignment);
+  }
+  slot.store = plan::walk_store(config(), workspace_, is_fixed() ? fixed_rows() : most, most_places,
                                 blocks_->combine_offset);
   make_room(slot, Room::of(slot.store), deadline);
   place_payloads(slot);
@@ -348,10 +385,18 @@ void HighThroughput::prune(Slot& slot) const {
 void HighThroughput::dispatch_send(Slot& slot, const DispatchCall& call) {
   if (blocks_->mask_digest != mask_digest_) forget_agreed();
   slot.sent = dispatch_fields(slot);
+  if (!slot.routing && stores_by_expert()) {
+    const TensorView& weights = call.inputs->topk_weights;
+    plan::build_pairs(slot.own_plan, map(), active_, static_cast<const float*>(weights.data),
+                      weights.has_value() ? weights.strides[0] : 0, slot.own_pairs);
+  }
   if (!slot.routing) exchange_counts(slot, call.deadline);
   place_store(slot, call.deadline);
   blocks_->num_steps = 0;
   if (!slot.routing && is_fixed()) prune(slot);  // a routing keeps the pruned plan
+  if (!slot.routing && stores_by_expert()) {
+    plan::place_pairs(slot.pairs_matrix, map(), rank_, config().expert_alignment, slot.own_pairs);
+  }
   push(slot, call);
 }
 
@@ -362,6 +407,49 @@ void HighThroughput::dispatch_recv(Slot& slot, base::Deadline deadline) {
     counts(slot)[source] = static_cast<std::int32_t>(rows_between(slot, source, rank_));
   }
   finish_dispatch(slot);
+}
+
+/// Where results lie in the combine buffer and are too many for the caches, reading them once saves
+/// writing and reading their sums.
+void HighThroughput::choose_way_home(const Slot& slot, exec::CombineSendParams& params) {
+  std::uint32_t& way = ways_home_[static_cast<std::size_t>(slot.index)];
+  way = 0;
+  if (!stores_by_expert()) return;
+  constexpr std::int64_t kManyBytes = std::int64_t{4} << 20;
+  params.rows = slot_base(slot) + partials_offset(slot);
+  std::byte* const buffer = slot_base(slot) + slot.store.combine_offset;
+  const bool is_there = params.y == buffer;
+  const std::int64_t bytes = params.num_y_rows * params.hidden * size_of(params.y_dtype);
+  const std::int64_t limit = config().test_knobs.min_pull_bytes;
+  const bool is_pulled = is_there && bytes >= (limit >= 0 ? limit : kManyBytes);
+  if (!is_pulled && !params.origin) return;
+  params.layout_rows = buffer;
+  params.layout_dtype = is_there ? params.y_dtype : params.combine_dtype;
+  way = way_of(params.layout_dtype);
+  params.fields.num_rows = way;
+}
+
+void HighThroughput::find_results(const Slot& slot, exec::SumRowsParams& params) {
+  if (!stores_by_expert()) return;
+  bool is_pulled = false;
+  for (int rank = 0; rank < num_ranks(); ++rank) {
+    const auto index = static_cast<std::size_t>(rank);
+    layout_rows_[index] = {};
+    if (!active_[index]) continue;
+    // A peer raises this flag anew only in a later combine, which waits for this one's end here.
+    const std::uint32_t way =
+        rank == rank_
+            ? ways_home_[static_cast<std::size_t>(slot.index)]
+            : exec::read(*line(slot, workspace_.combine_flags_offset, rank_, rank)).num_rows;
+    if (way == 0) continue;
+    is_pulled = true;
+    layout_rows_[index] = {base_of(slot, rank) + slot.store.combine_offset,
+                           static_cast<DType>(way - 1)};
+  }
+  if (!is_pulled) return;
+  params.pairs = &slot.pairs();
+  params.layout_rows = layout_rows_.data();
+  params.carried = config().weighting == Weighting::kCarried;
 }
 
 // A rank that was left out, or whose last step failed, may know of other agreements. A dispatch

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// From received rows, which every strategy keeps by source, to the layout. Shared by all
-// strategies.
+// From received rows, which strategies keep by source (but for rows that their senders place by
+// expert), to the layout. Shared by all strategies.
 
 #include <algorithm>
 
@@ -97,10 +97,12 @@ void Exchange::expand(Slot& slot) {
   params.expert_counts = has_gaps ? counts(slot) + num_ranks() : nullptr;
   params.num_experts = num_local_experts();
   params.num_rows = slot.num_kept_rows;
+  params.in_place = stores_by_expert();
   for (const PayloadSpec& spec : slot.payloads) {
-    params.payloads.push_back({slot_base(slot) + spec.region_offset,
-                               local_base(slot) + spec.local_offset, spec.row_bytes,
-                               spec.stride_bytes});
+    std::byte* stored = slot_base(slot) + spec.region_offset;
+    std::byte* target = params.in_place ? stored : local_base(slot) + spec.local_offset;
+    params.payloads.push_back(
+        {params.in_place ? nullptr : stored, target, spec.row_bytes, spec.stride_bytes});
   }
   params.weights =
       slot.has_weights

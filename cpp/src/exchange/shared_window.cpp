@@ -36,25 +36,27 @@ void SharedWindow::close(base::Deadline deadline) {
   if (owns_allocator_) allocator_.trim();
 }
 
-SharedChannel make_channel(const Setup& setup, base::Deadline deadline) {
+SharedChannel make_channel(const Setup& setup, std::int64_t bytes, base::Deadline deadline) {
   comm::Group& group = setup.communicator->group();
   SharedChannel made;
   if (setup.allocator == nullptr) {
-    made.channel = comm::Channel::create(group, setup.what, deadline);
-    return made;
+    made.windows = group.share_windows(bytes, deadline);
+  } else {
+    made.allocator = *setup.allocator;
+    made.memory = made.allocator->allocate(bytes, comm::Channel::window_bytes(group.num_ranks()),
+                                           std::chrono::nanoseconds(deadline.remaining_ns()));
+    made.windows = made.memory.block()->windows;
   }
-  const std::int64_t bytes = comm::Channel::window_bytes(group.num_ranks());
-  made.allocator = *setup.allocator;
-  made.memory =
-      made.allocator->allocate(bytes, bytes, std::chrono::nanoseconds(deadline.remaining_ns()));
-  made.channel = std::make_shared<comm::Channel>(group, made.memory.block()->windows, setup.what);
+  made.channel = std::make_shared<comm::Channel>(group, made.windows, setup.what);
   return made;
 }
 
 void SharedChannel::close(base::Deadline deadline) {
   channel->close(deadline);
   channel.reset();
-  if (allocator) allocator->free(memory);
+  windows.clear();
+  // As above: what is still looked at goes with its last view.
+  if (allocator && memory.block().use_count() == 1) allocator->free(memory);
   memory = SymmetricMemory();
 }
 

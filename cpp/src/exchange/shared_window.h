@@ -53,6 +53,7 @@ class SharedWindow {
 /// A channel of the group for the strategies over collectives. Copies share it.
 struct SharedChannel {
   std::shared_ptr<comm::Channel> channel;
+  comm::Windows windows;  // the channel's, with what follows it
   // Where an allocator was given:
   std::optional<Allocator> allocator;
   SymmetricMemory memory;
@@ -61,7 +62,7 @@ struct SharedChannel {
   void close(base::Deadline deadline);
 };
 
-/// Collective.
-SharedChannel make_channel(const Setup& setup, base::Deadline deadline);
+/// Collective. `bytes`: of a window, of which the channel takes the first `Channel::window_bytes`.
+SharedChannel make_channel(const Setup& setup, std::int64_t bytes, base::Deadline deadline);
 
 }  // namespace fanfold::exchange

@@ -12,6 +12,7 @@
 #include "exec/params.h"
 #include "fanfold/received.h"
 #include "plan/expert_rows.h"
+#include "plan/pair_plan.h"
 #include "plan/send_plan.h"
 #include "plan/workspace.h"
 
@@ -36,6 +37,8 @@ struct Routing::Data {
   std::vector<std::int32_t> source_token;   // [rows of the store]
   std::vector<std::int32_t> rows_matrix;    // [source, destination] rows, where every rank knows it
   std::vector<std::int32_t> gathered_rows;  // gathered: the rows routed here
+  plan::PairPlan pairs;                     // rows stored by expert
+  std::vector<std::int32_t> pairs_matrix;   // [source, expert] pairs, likewise
 };
 
 }  // namespace fanfold
@@ -62,7 +65,7 @@ struct PayloadSpec {
   std::int64_t stride_bytes = 0;     // row_bytes plus the test guard
   std::int64_t region_offset = 0;    // of the rows as they arrive, from the slot base
   std::int64_t local_offset = 0;     // of the rows in the layout, in private memory
-  std::int64_t gathered_offset = 0;  // broadcast, gather_scatter: of every token's rows
+  std::int64_t gathered_offset = 0;  // layout gathered: of every token's rows, in the block
 };
 
 /// State of one slot. Everything a round needs is here, and it is re-used without allocation.
@@ -100,12 +103,15 @@ struct Slot {
   std::vector<std::int32_t> token_counts;                        // [R]
   std::vector<std::int32_t> rows_matrix;    // [source, destination] rows, where every rank knows it
   std::vector<std::int32_t> gathered_rows;  // gathered: the rows routed here
+  plan::PairPlan own_pairs;                 // rows stored by expert
+  std::vector<std::int32_t> pairs_matrix;   // [source, expert] pairs, likewise
   plan::ExpertRows expert_rows;
   bool has_expert_counts = false;
   bool has_source_rows = false;
   bool has_scales = false;
 
   const plan::SendPlan& plan() const noexcept { return routing ? routing->plan : own_plan; }
+  const plan::PairPlan& pairs() const noexcept { return routing ? routing->pairs : own_pairs; }
   const float* weights_of_tokens() const noexcept {
     return routing ? routing->token_weights.data() : token_weights.data();
   }

@@ -146,8 +146,8 @@ Extents Exchange::leading(const Slot& slot) const noexcept {
 TensorView Exchange::payload_view(const Slot& slot, const PayloadSpec& spec) const {
   TensorView view;
   if (is_gathered()) {
-    view.data = local_base(slot) + spec.gathered_offset;
-  } else if (combines_in_place()) {
+    view.data = block_base(slot) + spec.gathered_offset;
+  } else if (combines_in_place() || stores_by_expert()) {
     view.data = slot_base(slot) + spec.region_offset;
   } else {
     view.data = local_base(slot) + spec.local_offset;
@@ -293,8 +293,13 @@ TensorView Exchange::source_token_view(Slot& slot) {
 }
 
 TensorView Exchange::combine_view(const Slot& slot, std::int64_t hidden, DType dtype) const {
-  std::byte* data = combines_in_place() ? slot_base(slot) + slot.store.combine_offset
-                                        : local_base(slot) + workspace_.local_combine_offset;
+  std::byte* data = local_base(slot) + workspace_.local_combine_offset;
+  // Gathered results of another type are rounded before peers read them.
+  if (is_gathered() && dtype == combine_dtype()) {
+    data = block_base(slot) + workspace_.block_combine_offset;
+  } else if (is_gathered() || combines_in_place() || stores_by_expert()) {
+    data = slot_base(slot) + slot.store.combine_offset;
+  }
   return dense(data, dtype, leading(slot), {hidden});
 }
 
@@ -316,6 +321,10 @@ std::shared_ptr<const Routing::Data> Exchange::copy_routing(const Slot& slot) co
   data->token_counts = slot.token_counts;
   data->rows_matrix = slot.rows_matrix;
   data->gathered_rows = slot.gathered_rows;
+  if (stores_by_expert()) {
+    data->pairs = slot.own_pairs;
+    data->pairs_matrix = slot.pairs_matrix;
+  }
   const std::int64_t rows = store_rows(slot);
   if (slot.has_ids) {
     data->topk_ids.assign(received_ids(slot), received_ids(slot) + rows * workspace_.top_k);

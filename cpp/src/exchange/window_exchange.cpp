@@ -104,6 +104,7 @@ void WindowExchange::push(Slot& slot, const DispatchCall& call) {
   slot.sent = dispatch_fields(slot);
   exec::DispatchSendParams params{};
   params.plan = &slot.plan();
+  params.pairs = pairs_of(slot);
   params.payloads = &slot.payload_rows;
   if (!slot.routing && in.topk_weights.has_value()) {
     params.topk_weights = static_cast<const float*>(in.topk_weights.data);
@@ -149,6 +150,7 @@ void WindowExchange::combine_send(Slot& slot, const CombineCall& call) {
   exec::CombineSendParams params = combine_params(slot, *call.inputs);
   params.rank_counts = stored_counts(slot);
   params.flags = lines_.data();
+  choose_way_home(slot, params);
   if (call.inputs->release) poison_received(slot);
   backend_->combine_send(params);
 }
@@ -161,10 +163,11 @@ void WindowExchange::combine_recv(Slot& slot, const CombineCall& call) {
   exec::SumRowsParams params = sum_params(slot, in);
   for (int rank = 0; rank < num_ranks(); ++rank) {
     sources_[static_cast<std::size_t>(rank)] =
-        base_of(slot, rank) + slot.store.combine_offset +
+        base_of(slot, rank) + partials_offset(slot) +
         first_row_on(slot, rank) * workspace_.rows_per_token * params.row_bytes;
   }
   params.sources = sources_.data();
+  find_results(slot, params);
   backend_->sum_rows(params);
   if (in.release) return;
   // The round goes on: nobody may write its results anew before everyone has pulled these.

@@ -50,9 +50,15 @@ class WindowExchange : public Exchange {
   virtual std::byte* base_of(const Slot& slot, int rank) const noexcept = 0;
   /// The row of `rank`'s store at which this rank's rows begin.
   virtual std::int64_t first_row_on(const Slot& slot, int rank) const noexcept = 0;
+  /// Where payload rows go, if each has a place of its own for every expert; else null.
+  virtual const plan::PairPlan* pairs_of(const Slot&) const { return nullptr; }
   /// Rows of each source that the store holds, [R].
   virtual const std::int32_t* stored_counts(const Slot& slot) { return counts(slot); }
 
+  /// Of the rows that go home one per received row, from the slot base.
+  std::int64_t partials_offset(const Slot& slot) const noexcept {
+    return stores_by_expert() ? slot.store.partial_offset : slot.store.combine_offset;
+  }
   comm::Control& control() const noexcept { return window_->control(); }
   std::byte* window_of(int rank) const noexcept {
     return window_->bases()[static_cast<std::size_t>(rank)];
@@ -66,6 +72,10 @@ class WindowExchange : public Exchange {
   }
   /// Publishes `fields` in every active peer's window.
   void announce(const Slot& slot, std::int64_t offset, const exec::FlagFields& fields);
+  /// How the results of this rank go home; `params` are as for a layout that is folded.
+  virtual void choose_way_home(const Slot&, exec::CombineSendParams&) {}
+  /// How the results of each rank came home, after their flags.
+  virtual void find_results(const Slot&, exec::SumRowsParams&) {}
   void wait_for(const Slot& slot, std::int64_t offset, const exec::FlagFields& fields,
                 const char* phase, base::Deadline deadline);
   /// Pushes this rank's rows, whose payload regions have their places, and raises the dispatch

@@ -39,7 +39,7 @@ struct FlagFields {
   std::uint16_t member = 0;  // of the AllToAlls that share a workspace, in order of creation
   std::uint32_t round_max_tokens = 0;   // m
   std::uint32_t num_tokens = 0;         // T of the sender
-  std::uint32_t num_rows = 0;           // rows for the reader
+  std::uint32_t num_rows = 0;           // rows for the reader; of a combine: how they come home
   std::uint32_t num_payloads = 0;       // or the hidden size of a combine
   std::uint64_t digest = 0;             // of the payload set; 0 for a combine
   std::uint32_t placement_version = 0;  // of the sender's placement

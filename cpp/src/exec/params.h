@@ -20,6 +20,7 @@
 #include "fanfold/tensor_view.h"
 #include "plan/expert_map.h"
 #include "plan/expert_rows.h"
+#include "plan/pair_plan.h"
 #include "plan/send_plan.h"
 
 namespace fanfold::exec {
@@ -57,6 +58,7 @@ struct RowArrays {
 /// Push this rank's rows into every rank's slot, then raise the flags.
 struct DispatchSendParams {
   const plan::SendPlan* plan;
+  const plan::PairPlan* pairs;  // payload rows go where it says; null: where `plan` says
   const std::vector<PayloadRows>* payloads;
   const float* topk_weights;    // in [T, K], weights_stride apart; null: none travel
   std::int64_t weights_stride;  // elements
@@ -94,8 +96,9 @@ struct ExpandRowsParams {
   const std::int32_t* expert_counts;  // in [L]; null: do not zero what follows an expert's rows
   std::int64_t num_experts;           // L
   std::int64_t num_rows;              // of the target
+  bool in_place;                      // the senders did it; only what follows an expert's rows
   struct Payload {
-    const std::byte* source;  // in, row (r, i) at row_begin[r] + i
+    const std::byte* source;  // in, row (r, i) at row_begin[r] + i; null if in place
     std::byte* target;        // out, row (l, i) at expert_begin[l] + i
     std::int64_t row_bytes;
     std::int64_t stride_bytes;  // of both
@@ -155,6 +158,10 @@ struct CombineSendParams {
   const std::int64_t* row_begin;    // in [R] where each source's rows begin in `rows`
   const std::int64_t* y_begin;      // in [R] a layout per rank: where they begin in `y`
   std::int64_t num_y_rows;          // rows of `y`; results of rows beyond count as zeros
+  // Not null: the rows of `y`, as many as num_y_rows, go home as the layout has them, from here, as
+  // `layout_dtype`. `y` may lie here.
+  std::byte* layout_rows;
+  DType layout_dtype;
   // Layouts per expert; null: a layout per rank, and `y` may be `rows` itself.
   const plan::ExpertRows* expert_rows;
   const std::int64_t* expert_begin;  // in [L] where each expert's rows begin in `y`
@@ -170,10 +177,19 @@ struct CombineSendParams {
   FlagFields fields;
 };
 
+/// Rows of a rank's whole layout, null: they come otherwise.
+struct LayoutRows {
+  const std::byte* rows = nullptr;
+  DType dtype = DType::kFloat32;
+};
+
 /// Add each token's rows.
 struct SumRowsParams {
   const plan::SendPlan* plan;
   const std::byte* const* sources;  // in [R] rows of this rank's tokens on each rank
+  const plan::PairPlan* pairs;      // null: rows come as `plan` says, from every rank
+  const LayoutRows* layout_rows;    // in [R] the ranks whose rows come as `pairs` says
+  bool carried;                     // multiply these by the weights of `pairs`
   DType combine_dtype;
   std::int64_t hidden;
   std::int64_t rows_per_token;

@@ -16,7 +16,8 @@ class Fit {
     throw InvalidArgument(base::str(
         "workspace_of: ", part, ": needed ", needed, " bytes, ", owner_name_, " has ", available,
         "; give the first of them the larger sizes (hidden, top_k, ",
-        "max_tokens_per_rank, dispatch_row_bytes, combine_row_bytes, ", "max_local_experts)"));
+        "max_tokens_per_rank, dispatch_row_bytes, combine_row_bytes, max_local_experts; in layout ",
+        "flat_by_expert of high_throughput also num_experts)"));
   }
 
  private:
@@ -35,7 +36,7 @@ Workspace share_workspace(const AllToAllConfig& config, const Workspace& own,
   if (kind == StoreKind::kWindow) {
     fit.check("rows that arrive in a slot", own.store.payload_offset + own.store.payload_bytes,
               owner.store.combine_offset);
-    w.store = walk_store(config, own, own.store.num_rows, owner.store.combine_offset);
+    w.store = walk_store(config, own, own.store.num_rows, 0, owner.store.combine_offset);
     fit.check("rows that go home from a slot", w.store.combine_bytes,
               owner.slot_stride - owner.store.combine_offset);
   } else if (kind == StoreKind::kPrivate) {
@@ -46,6 +47,8 @@ Workspace share_workspace(const AllToAllConfig& config, const Workspace& own,
     w.local_scratch_bytes = owner.local_scratch_bytes;
     w.local_mine_offset = owner.local_mine_offset;
   }
+  fit.check("counts of a slot", own.counts_stride, owner.counts_stride);
+  w.counts_stride = owner.counts_stride;
   fit.check("private memory of a slot", own.local_slot_stride, owner.local_slot_stride);
   w.slot_offset = owner.slot_offset;
   w.slot_stride = owner.slot_stride;

@@ -85,12 +85,11 @@ void walk_local_slot(const AllToAllConfig& config, Workspace& w) {
   const auto area = [&](std::int64_t num_rows) {
     return payload_area_bytes(num_rows, w.dispatch_row_bytes, w.row_guard_bytes);
   };
-  w.local_payload_bytes = by_expert || flat_copy ? area(rows) : 0;
+  const bool expands = by_expert && !stores_by_expert(config);
+  w.local_payload_bytes = expands || flat_copy ? area(rows) : 0;
   w.local_payload_offset = slot.take(w.local_payload_bytes);
-  w.local_gathered_bytes = config.layout == Layout::kGathered ? area(tokens) : 0;
-  w.local_gathered_offset = slot.take(w.local_gathered_bytes);
-  // Results per expert are folded, gathered ones picked, flat ones may have to be spread.
-  const bool local_results = by_expert || flat_copy || config.layout == Layout::kGathered;
+  // Results per expert are folded, flat ones may have to be spread.
+  const bool local_results = expands || flat_copy;
   w.local_combine_bytes = local_results ? rows * w.combine_row_bytes : 0;
   w.local_combine_offset = slot.take(w.local_combine_bytes);
   const bool packs = config.dispatch_wire != Wire::kNone;
@@ -98,6 +97,15 @@ void walk_local_slot(const AllToAllConfig& config, Workspace& w) {
   w.local_wire_offset = slot.take(packs ? w.max_tokens_per_rank * w.dispatch_row_bytes : 0);
   w.local_wire_scales_offset = slot.take(packs ? w.max_tokens_per_rank * blocks * 4 : 0);
   w.local_slot_stride = slot.position();
+}
+
+/// What peers write to and read from in layout gathered.
+void walk_blocks(Workspace& w) {
+  const std::int64_t tokens = w.num_ranks * w.max_tokens_per_rank;
+  Cursor block;
+  block.take(payload_area_bytes(tokens, w.dispatch_row_bytes, w.row_guard_bytes));
+  w.block_combine_offset = block.take(tokens * w.combine_row_bytes);
+  w.block_stride = block.position();
 }
 
 }  // namespace
@@ -174,22 +182,34 @@ std::int64_t max_layout_rows(const AllToAllConfig& config, int num_ranks, int ma
   }
 }
 
+bool stores_by_expert(const AllToAllConfig& config) noexcept {
+  return config.strategy == Strategy::kHighThroughput && config.layout == Layout::kFlatByExpert &&
+         !config.max_recv_rows;
+}
+
 Store walk_store(const AllToAllConfig& config, const Workspace& w, std::int64_t num_rows,
-                 std::int64_t min_combine_offset) {
+                 std::int64_t num_places, std::int64_t min_combine_offset) {
   Cursor slot;
   Store store;
+  const bool by_expert = stores_by_expert(config);
   store.num_rows = num_rows;
+  store.num_places = by_expert ? num_places : num_rows;
   store.source_token_offset = slot.take(num_rows * 4);
   store.topk_ids_offset = slot.take(num_rows * w.top_k * 4);
   store.topk_weights_offset = slot.take(num_rows * w.top_k * 4);
-  // Gathered rows lie where all payloads of all tokens are kept anyway.
-  store.payload_bytes = config.layout == Layout::kGathered || num_rows == 0
-                            ? 0
-                            : payload_area_bytes(num_rows, w.dispatch_row_bytes, w.row_guard_bytes);
+  // Gathered rows lie in blocks.
+  store.payload_bytes =
+      config.layout == Layout::kGathered || store.num_places == 0
+          ? 0
+          : payload_area_bytes(store.num_places, w.dispatch_row_bytes, w.row_guard_bytes);
   store.payload_offset = slot.take(store.payload_bytes);
   slot.skip_to(min_combine_offset);
-  store.combine_bytes = num_rows * w.rows_per_token * w.wire_row_bytes;
+  store.combine_bytes =
+      by_expert ? num_places * w.combine_row_bytes : num_rows * w.rows_per_token * w.wire_row_bytes;
   store.combine_offset = slot.take(store.combine_bytes);
+  const bool folds = by_expert && config.weighting != Weighting::kOrigin;
+  store.partial_bytes = folds ? num_rows * w.wire_row_bytes : 0;
+  store.partial_offset = slot.take(store.partial_bytes);
   store.bytes = slot.position();
   return store;
 }
@@ -218,6 +238,7 @@ Workspace walk_workspace(const AllToAllConfig& config, int num_ranks, int max_lo
   check_size(w);
   walk_flags(w);
   walk_local_slot(config, w);
+  if (config.layout == Layout::kGathered) walk_blocks(w);
 
   const StoreKind kind = store_kind(config.strategy);
   const std::int64_t tokens = num_ranks * config.max_tokens_per_rank;
@@ -225,20 +246,23 @@ Workspace walk_workspace(const AllToAllConfig& config, int num_ranks, int max_lo
   // Rows that are seen where they lie: as many as the layout has, all of them in place.
   const bool in_place = config.layout == Layout::kFlat && stores_flat(config);
   const std::int64_t stored = in_place ? std::max(tokens, w.max_layout_rows) : tokens;
-  w.store = walk_store(config, w,
-                       kind == StoreKind::kBlocks ? (fixed ? *config.max_recv_rows : 0) : stored);
+  w.store = walk_store(
+      config, w, kind == StoreKind::kBlocks ? (fixed ? *config.max_recv_rows : 0) : stored, 0);
   w.slot_stride = w.store.bytes;
   const std::int64_t slots = w.slot_stride * w.max_in_flight;
   Cursor local;
   if (kind == StoreKind::kPrivate) {
     w.slot_offset = local.take(slots);
-    w.symmetric_bytes = base::align_up(control_bytes, kRegionAlignment);
+    w.block_offset = base::align_up(control_bytes, kRegionAlignment);
+    w.symmetric_bytes = w.block_offset + w.block_stride * w.max_in_flight;
   } else {
     Cursor window;
     w.control_offset = window.take(control_bytes);
     w.flags_offset = window.take(w.flags_stride * w.max_in_flight);
     if (kind == StoreKind::kBlocks) {
-      w.counts_offset = window.take(std::int64_t{4} * num_ranks * num_ranks * w.max_in_flight);
+      w.counts_stride = std::int64_t{4} * num_ranks *
+                        (num_ranks + (stores_by_expert(config) ? w.num_experts : 0));
+      w.counts_offset = window.take(w.counts_stride * w.max_in_flight);
       w.block_bytes = slots;
     }
     w.slot_offset = window.position();
@@ -249,11 +273,10 @@ Workspace walk_workspace(const AllToAllConfig& config, int num_ranks, int max_lo
   if (kind == StoreKind::kPrivate) {
     w.local_scratch_bytes = scratch_bytes(config, w);
     w.local_scratch_offset = local.take(w.local_scratch_bytes);
-    // Without ids every token comes home from every rank.
-    const std::int64_t ranks_per_token =
-        config.layout == Layout::kGathered ? num_ranks : std::min(num_ranks, config.top_k);
-    const std::int64_t per_token =
-        config.strategy == Strategy::kBatched ? num_ranks : ranks_per_token;
+    std::int64_t per_token = std::min(num_ranks, config.top_k);
+    if (config.strategy == Strategy::kBatched) per_token = num_ranks;
+    // Gathered rows are added where they lie, or come home as a sum.
+    if (config.layout == Layout::kGathered) per_token = config.deterministic ? 0 : 1;
     w.local_mine_offset =
         local.take(w.max_tokens_per_rank * per_token * w.rows_per_token * w.wire_row_bytes);
   }

@@ -14,13 +14,16 @@ namespace fanfold::plan {
 /// those that go home.
 struct Store {
   std::int64_t num_rows = 0;             // capacity
+  std::int64_t num_places = 0;           // capacity for payloads: num_rows, or rows by expert
   std::int64_t source_token_offset = 0;  // [rows] int32
   std::int64_t topk_ids_offset = 0;      // [rows, K] int32
   std::int64_t topk_weights_offset = 0;  // [rows, K] float32
   std::int64_t payload_offset = 0;       // one region per payload, see `payload_region_bytes`
   std::int64_t payload_bytes = 0;
-  std::int64_t combine_offset = 0;  // [rows, rows_per_token, combine row]
+  std::int64_t combine_offset = 0;  // [rows, rows_per_token, combine row]; by expert: [places]
   std::int64_t combine_bytes = 0;
+  std::int64_t partial_offset = 0;  // by expert: [rows, combine row], the folded ones
+  std::int64_t partial_bytes = 0;
   std::int64_t bytes = 0;
 };
 
@@ -29,8 +32,9 @@ struct Store {
 ///
 /// A window (symmetric memory) is: control area, flags, then, for one_sided and low_latency,
 /// `max_in_flight` slots. A slot is a store. The strategies over collectives or channels have their
-/// slots at the start of the private memory, whose other parts follow. high_throughput keeps the
-/// stores of its slots in symmetric memory of their own, which grows with the rows received.
+/// slots at the start of the private memory, whose other parts follow; of layout gathered peers
+/// reach a block per slot as well. high_throughput keeps the stores of its slots in symmetric
+/// memory of their own, which grows with the rows received.
 struct Workspace {
   // What it was made from.
   int num_ranks = 0;
@@ -58,10 +62,17 @@ struct Workspace {
   std::int64_t combine_flags_offset = 0;   // [R] lines, by source
   std::int64_t ack_flags_offset = 0;       // [R] lines, by source
   std::int64_t count_flags_offset = 0;     // [R] lines, by source (high_throughput)
-  std::int64_t counts_offset = 0;          // high_throughput: per slot [R, R] int32, rows by source
-  Store store;                             // high_throughput: as it is at creation
+  std::int64_t counts_offset =
+      0;  // high_throughput: per slot [R, R] int32, by source; by expert [R, R + E]
+  std::int64_t counts_stride = 0;
+  Store store;  // high_throughput: as it is at creation
   std::int64_t symmetric_bytes = 0;
   std::int64_t block_bytes = 0;  // high_throughput: the stores of all slots, as at creation
+  // Layout gathered, in the window behind the channel: per slot, from block_offset + slot *
+  // block_stride, every token's rows, then the experts' results in the type that travels.
+  std::int64_t block_offset = 0;
+  std::int64_t block_stride = 0;
+  std::int64_t block_combine_offset = 0;
 
   // Private memory: per slot, from local_slot_offset + slot * local_slot_stride.
   std::int64_t local_slot_offset = 0;
@@ -72,8 +83,6 @@ struct Workspace {
   std::int64_t local_weights_offset = 0;       // per expert: per row float32
   std::int64_t local_payload_offset = 0;       // rows in the layout, where the store has them not
   std::int64_t local_payload_bytes = 0;
-  std::int64_t local_gathered_offset = 0;  // layout gathered: every token's rows
-  std::int64_t local_gathered_bytes = 0;
   std::int64_t local_combine_offset = 0;  // the experts' results, where they do not go home as is
   std::int64_t local_combine_bytes = 0;
   std::int64_t local_ids_offset = 0;   // ids [rows, K] int32: of every token, or of flat rows
@@ -108,12 +117,15 @@ bool gathers(Strategy strategy) noexcept;
 /// Whether the rows of the sources follow each other without gaps in the store, rather than at
 /// source * m.
 bool stores_flat(const AllToAllConfig& config) noexcept;
+/// Whether rows are pushed straight to where the layout has them among the rows of their expert.
+bool stores_by_expert(const AllToAllConfig& config) noexcept;
 /// Rows of the layout's tensors at most.
 std::int64_t max_layout_rows(const AllToAllConfig& config, int num_ranks, int max_local_experts);
 
-/// The store of `num_rows` rows. Not below `min_combine_offset`: where its rows that go home begin.
+/// The store of `num_rows` rows; `num_places` of the layout count where `stores_by_expert`. Not
+/// below `min_combine_offset`: where its rows that go home begin.
 Store walk_store(const AllToAllConfig& config, const Workspace& workspace, std::int64_t num_rows,
-                 std::int64_t min_combine_offset = 0);
+                 std::int64_t num_places, std::int64_t min_combine_offset = 0);
 
 /// The walk. `config` is resolved: strategy, row bytes and combine dtype are set.
 /// `control_bytes` is the size of the control area; for the strategies whose store is private, of
