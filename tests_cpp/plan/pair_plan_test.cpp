@@ -148,6 +148,26 @@ TEST(PairPlanTest, RanksAscendWithinATokenAndKeepTheOrderOfColumns) {
   }
 }
 
+TEST(PairPlanTest, TokensOfManyExpertsAreSortedTheSameWay) {
+  constexpr int kMany = 100;
+  const ExpertMap map = build_expert_map(Placement::round_robin(), kMany, 3);
+  const std::vector<bool> active(3, true);
+  std::vector<std::int32_t> ids(kMany);
+  for (int k = 0; k < kMany; ++k) ids[static_cast<std::size_t>(k)] = (k * 37 + 11) % kMany;
+  SendPlan plan;
+  reserve_send_plan(plan, map, kMany, 1);
+  ASSERT_FALSE(build_send_plan(TensorView(ids.data(), DType::kInt32, {1, kMany}), 1, map, active,
+                               false, plan));
+  PairPlan pairs;
+  build_pairs(plan, map, active, nullptr, 0, pairs);
+  std::vector<std::pair<int, std::int64_t>> places;  // rank, first column
+  for (const Pair& pair : pairs.pairs) {
+    places.emplace_back(pair.rank, std::find(ids.begin(), ids.end(), pair.expert) - ids.begin());
+  }
+  EXPECT_EQ(places.size(), ids.size());
+  EXPECT_TRUE(std::is_sorted(places.begin(), places.end()));
+}
+
 TEST(PairPlanTest, ThePlacesOfARoutingAreCountedWithoutItsPairs) {
   const Group group = plan_round(RoutingKind::kSkewed, 3, 4, {true, true, true}, false);
   EXPECT_EQ(most_places(group.counts, group.map, 4), group.most);

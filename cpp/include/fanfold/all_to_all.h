@@ -58,7 +58,8 @@ struct FANFOLD_EXPORT CombineInputs {
 struct FANFOLD_EXPORT Capabilities {
   Strategy strategy = Strategy::kAuto;
   std::vector<Layout> layouts;         ///< all that it gives
-  std::vector<Layout> native_layouts;  ///< those that need no local copy after the rows arrived (flat_by_expert: without max_recv_rows)
+  std::vector<Layout> native_layouts;  ///< those that need no local copy after the rows arrived
+                                       ///< (flat_by_expert: without max_recv_rows)
   std::vector<DType> id_dtypes;
   bool two_phase = false;
   bool graph_safe = false;

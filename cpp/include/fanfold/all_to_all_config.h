@@ -127,7 +127,7 @@ struct FANFOLD_EXPORT TestKnobs {
   bool streaming_stores = true;        ///< push remote rows past the cache
   std::int64_t min_worker_bytes = -1;  ///< not -1: phases of fewer bytes use one worker
   std::int64_t min_pull_bytes = -1;    ///< not -1: fewer results by expert are folded first
-  std::int64_t max_store_bytes = -1;  ///< not -1: a slot of high_throughput cannot grow beyond it
+  std::int64_t max_store_bytes = -1;   ///< not -1: a slot of high_throughput cannot grow beyond it
 };
 
 /// Configuration of an AllToAll; equal on all ranks, which creation verifies.

@@ -31,15 +31,23 @@ std::int64_t walk_experts(const std::vector<std::int32_t>& counts, const ExpertM
   return most;
 }
 
-/// Stable. The few pairs of an ordinary token are sorted without memory of its own.
-void sort_by_rank(Pair* begin, Pair* end) {
-  constexpr std::ptrdiff_t kFew = 32;
-  if (end - begin > kFew) {
-    std::stable_sort(begin, end, [](const Pair& a, const Pair& b) { return a.rank < b.rank; });
+/// The pairs from `first` on, of one token, whose ranks `plan` knows. Stable.
+void sort_by_rank(const SendPlan& plan, std::int64_t token, std::size_t first, PairPlan& out) {
+  constexpr std::size_t kFew = 32;
+  const auto begin = out.pairs.begin() + static_cast<std::ptrdiff_t>(first);
+  if (out.pairs.size() - first <= kFew) {
+    for (auto at = begin; at < out.pairs.end(); ++at) {
+      for (auto to = at; to > begin && to[-1].rank > to[0].rank; --to) std::swap(to[-1], to[0]);
+    }
     return;
   }
-  for (Pair* at = begin; at < end; ++at) {
-    for (Pair* to = at; to > begin && to[-1].rank > to[0].rank; --to) std::swap(to[-1], to[0]);
+  out.unsorted.assign(begin, out.pairs.end());
+  auto next = begin;
+  for (std::int64_t i = plan.target_begin[static_cast<std::size_t>(token)];
+       i < plan.target_begin[static_cast<std::size_t>(token) + 1]; ++i) {
+    const std::int32_t rank = plan.targets[static_cast<std::size_t>(i)].rank;
+    next = std::copy_if(out.unsorted.begin(), out.unsorted.end(), next,
+                        [rank](const Pair& pair) { return pair.rank == rank; });
   }
 }
 
@@ -70,7 +78,7 @@ void build_pairs(const SendPlan& plan, const ExpertMap& map, const std::vector<b
       out.pairs.push_back({rank, ids[k], 0, weight});
       ++out.pairs_per_expert[expert];
     }
-    sort_by_rank(out.pairs.data() + first, out.pairs.data() + out.pairs.size());
+    sort_by_rank(plan, token, static_cast<std::size_t>(first), out);
     out.begin.push_back(static_cast<std::int64_t>(out.pairs.size()));
   }
 }

@@ -26,6 +26,7 @@ struct PairPlan {
   std::vector<Pair> pairs;          // per token: ranks ascending, on each by first column
   std::vector<std::int32_t> pairs_per_expert;  // [E]
   std::vector<std::int64_t> last_pair;         // scratch [E]
+  std::vector<Pair> unsorted;                  // scratch, of one token
 };
 
 /// Fills `out` from the ids of `plan`, rows still unknown. Experts on inactive ranks are left out.
