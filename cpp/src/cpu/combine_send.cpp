@@ -70,6 +70,19 @@ class Folder {
   std::vector<float> weights_;
 };
 
+/// Copies `num_rows` rows of `y`, or rounds them to `dtype`.
+void put_rows(const exec::Context& context, const exec::CombineSendParams& params, std::byte* out,
+              DType dtype, const std::byte* y, std::int64_t num_rows) {
+  const std::int64_t row_bytes = params.hidden * size_of(dtype);
+  const std::int64_t y_row_bytes = params.hidden * size_of(params.y_dtype);
+  if (params.y_dtype == dtype) return copy_ordinary(out, y, num_rows * row_bytes);
+  for (std::int64_t i = 0; i < num_rows; ++i) {
+    const void* row = y + i * y_row_bytes;
+    context.kernels->sum_rows(out + i * row_bytes, dtype, &row, nullptr, 1, params.y_dtype,
+                              params.hidden);
+  }
+}
+
 /// Results per rank that do not lie in the combine buffer: a copy, or a rounding to combine_dtype.
 /// Rows `begin` to `end` of `source`.
 void stage(const exec::Context& context, const exec::CombineSendParams& params, int source,
@@ -80,15 +93,8 @@ void stage(const exec::Context& context, const exec::CombineSendParams& params, 
   const std::int64_t y_row_bytes = params.hidden * size_of(params.y_dtype);
   std::byte* out = params.rows + params.row_begin[source] * row_bytes;
   const std::byte* y = params.y + first * y_row_bytes;
-  if (params.y_dtype == params.combine_dtype) {
-    copy_ordinary(out + begin * row_bytes, y + begin * row_bytes, (end_kept - begin) * row_bytes);
-  } else {
-    for (std::int64_t i = begin; i < end_kept; ++i) {
-      const void* row = y + i * y_row_bytes;
-      context.kernels->sum_rows(out + i * row_bytes, params.combine_dtype, &row, nullptr, 1,
-                                params.y_dtype, params.hidden);
-    }
-  }
+  put_rows(context, params, out + begin * row_bytes, params.combine_dtype, y + begin * y_row_bytes,
+           end_kept - begin);
   if (end_kept < end) {
     std::memset(out + end_kept * row_bytes, 0,
                 static_cast<std::size_t>((end - end_kept) * row_bytes));
@@ -101,17 +107,8 @@ void stage_layout(const exec::Context& context, const exec::CombineSendParams& p
   const std::int64_t y_row_bytes = params.hidden * size_of(params.y_dtype);
   if (params.y == params.layout_rows) return;
   const auto stage_rows = [&](std::int64_t begin, std::int64_t end) {
-    std::byte* out = params.layout_rows + begin * row_bytes;
-    const std::byte* y = params.y + begin * y_row_bytes;
-    if (params.y_dtype == params.layout_dtype) {
-      copy_ordinary(out, y, (end - begin) * row_bytes);
-      return;
-    }
-    for (std::int64_t i = 0; i < end - begin; ++i) {
-      const void* row = y + i * y_row_bytes;
-      context.kernels->sum_rows(out + i * row_bytes, params.layout_dtype, &row, nullptr, 1,
-                                params.y_dtype, params.hidden);
-    }
+    put_rows(context, params, params.layout_rows + begin * row_bytes, params.layout_dtype,
+             params.y + begin * y_row_bytes, end - begin);
   };
   exec::for_ranges(context.workers, params.num_y_rows, y_row_bytes, stage_rows);
 }

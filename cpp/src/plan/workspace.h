@@ -62,8 +62,8 @@ struct Workspace {
   std::int64_t combine_flags_offset = 0;   // [R] lines, by source
   std::int64_t ack_flags_offset = 0;       // [R] lines, by source
   std::int64_t count_flags_offset = 0;     // [R] lines, by source (high_throughput)
-  std::int64_t counts_offset =
-      0;  // high_throughput: per slot [R, R] int32, by source; by expert [R, R + E]
+  // high_throughput: per slot [R, R] int32, by source; where rows are stored by expert [R, R + E].
+  std::int64_t counts_offset = 0;
   std::int64_t counts_stride = 0;
   Store store;  // high_throughput: as it is at creation
   std::int64_t symmetric_bytes = 0;
