@@ -124,6 +124,21 @@ TEST(SharedWorkspaceTest, WhatDoesNotFitIsNamedWithBytesNeededAndAvailable) {
   }
 }
 
+TEST(SharedWorkspaceTest, CountsOfMoreExpertsAreNamedAndCountOnlyWhereTheyAreSent) {
+  AllToAllConfig large = config_of(Strategy::kHighThroughput, 64, 9);
+  large.layout = Layout::kFlatByExpert;
+  const Workspace owner = walk(large);
+  AllToAllConfig more = config_of(Strategy::kHighThroughput, 3, 2);
+  more.num_experts = 99;
+  more.layout = Layout::kFlatByExpert;
+  // Per slot and source a count for each of 3 ranks and 9 or 99 experts.
+  expect_error<InvalidArgument>(
+      {"counts of a slot: needed 1224 bytes", "AllToAll 'a' has 144", "num_experts"},
+      [&] { share_workspace(more, walk(more), owner, "AllToAll 'a'"); });
+  more.layout = Layout::kFlat;
+  EXPECT_EQ(share_workspace(more, walk(more), owner, "a").counts_stride, owner.counts_stride);
+}
+
 TEST(SharedWorkspaceTest, WhoSharesCanBeSharedInTurn) {
   for (const Strategy strategy : kAll) {
     SCOPED_TRACE(name_of(strategy));
