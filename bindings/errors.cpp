@@ -39,6 +39,9 @@ void translate(nb::module_& m, const char* name) {
             if constexpr (std::is_same_v<SystemFailure, Exception>) {
               instance.attr("errno") = error.code();
             }
+            if constexpr (std::is_same_v<CudaFailure, Exception>) {
+              instance.attr("code") = error.code();
+            }
           });
         }
       },
@@ -54,6 +57,7 @@ void bind_errors(nb::module_& m) {
   translate<InvalidState>(m, "InvalidState");
   translate<Unsupported>(m, "Unsupported");
   translate<SystemFailure>(m, "SystemFailure");
+  translate<CudaFailure>(m, "CudaFailure");
   translate<CapacityExceeded>(m, "CapacityExceeded");
   translate<PeerTimeout>(m, "PeerTimeout");
   translate<PeerAborted>(m, "PeerAborted");

@@ -316,6 +316,7 @@ def test_errors_are_picklable_and_have_python_bases() -> None:
         (fanfold.PeerAborted("stop"), fanfold.Error),
         (fanfold.PeerLost("gone"), ConnectionError),
         (fanfold.CapacityExceeded("full"), fanfold.Error),
+        (fanfold.CudaFailure("failed"), fanfold.Error),
     ):
         assert isinstance(error, base)
         assert isinstance(error, fanfold.Error)

@@ -19,6 +19,7 @@ from fanfold.all_to_all import AllToAll
 from fanfold.config import AllToAllConfig
 from fanfold.errors import (
     CapacityExceeded,
+    CudaFailure,
     Error,
     InvalidArgument,
     InvalidState,
@@ -38,6 +39,7 @@ __all__ = [
     "Capabilities",
     "Capacities",
     "CapacityExceeded",
+    "CudaFailure",
     "Communicator",
     "Error",
     "HostCounts",

@@ -25,6 +25,13 @@ class SystemFailure(Error, OSError):
     """A call of the operating system failed; ``errno`` says why. State: the object is unusable."""
 
 
+class CudaFailure(Error):
+    """A call of the CUDA driver or runtime failed. State: the object is unusable."""
+
+    code: int
+    """What the call returned."""
+
+
 class CapacityExceeded(Error):
     """More rows than the caller gave room for. State: unchanged, on every rank."""
 

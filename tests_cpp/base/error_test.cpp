@@ -36,6 +36,7 @@ TEST(ErrorTest, EveryClassIsAnErrorWithItsMessage) {
   expect_family(InvalidState(text));
   expect_family(Unsupported(text));
   expect_family(SystemFailure(text, EMFILE));
+  expect_family(CudaFailure(text, 2));
   expect_family(CapacityExceeded(text));
   expect_family(PeerTimeout(text, 1));
   expect_family(PeerAborted(text, 1, "reason"));
@@ -53,6 +54,13 @@ TEST(ErrorTest, PeerErrorsNameTheRank) {
 
 TEST(ErrorTest, SystemFailuresKeepTheErrno) {
   EXPECT_EQ(SystemFailure("open failed", ENOENT).code(), ENOENT);
+}
+
+TEST(ErrorTest, CudaFailuresKeepTheCode) { EXPECT_EQ(CudaFailure("failed", 801).code(), 801); }
+
+TEST(ErrorTest, OutOfMemoryIsABadAllocWithItsMessage) {
+  EXPECT_EQ(caught_as<std::bad_alloc>(OutOfMemory("4 bytes on device 0")), "4 bytes on device 0");
+  static_assert(std::is_nothrow_copy_constructible_v<OutOfMemory>);
 }
 
 TEST(ErrorTest, AssignmentCarriesTheData) {

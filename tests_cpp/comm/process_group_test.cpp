@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "comm/group_exchange.h"
 #include "comm/rendezvous.h"
 #include "fanfold/error.h"
 #include "gmock/gmock.h"
@@ -191,6 +192,27 @@ TEST(ProcessGroupTest, MoreDescriptorsThanOneMessageHoldsGetThrough) {
     EXPECT_EQ(group.share_windows(64, soon()).size(), 20U);
     EXPECT_EQ(group.lost_reason((group.rank() + 1) % 20), "");
     (void)group.share_windows(64, soon());
+  });
+}
+
+TEST(ProcessGroupTest, EveryRankGetsTheBytesAndDescriptorsOfAll) {
+  on_each(3, [](Group& group) {
+    expect_everyones_parcel(group);
+    (void)group.share_windows(64, soon());  // nobody leaves before the others are through
+  });
+}
+
+TEST(ProcessGroupTest, AFailureOfOneRankIsThrownOnAllAndTheGroupGoesOn) {
+  on_each(3, [](Group& group) {
+    expect_one_failure_on_all(group);
+    (void)group.share_windows(64, soon());  // nobody leaves before the others are through
+  });
+}
+
+TEST(ProcessGroupTest, DifferentExchangesAreAnErrorOnEveryRankAndTheGroupGoesOn) {
+  on_each(3, [](Group& group) {
+    expect_named_difference(group);
+    (void)group.share_windows(64, soon());  // nobody leaves before the others are through
   });
 }
 

@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "comm/group_exchange.h"
 #include "fanfold/error.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -160,6 +161,30 @@ TEST(ThreadGroupTest, DifferentCallsAreAnErrorOnEveryRank) {
     } else {
       EXPECT_THROW((void)group.split({0, 1}, soon()), InvalidArgument);
     }
+  });
+}
+
+TEST(ThreadGroupTest, EveryRankGetsTheBytesAndDescriptorsOfAll) {
+  auto ranks = ThreadGroup::create(3);
+  on_each(ranks, [](Group& group) {
+    expect_everyones_parcel(group);
+    (void)group.share_windows(64, soon());  // nobody leaves before the others are through
+  });
+}
+
+TEST(ThreadGroupTest, AFailureOfOneRankIsThrownOnAllAndTheGroupGoesOn) {
+  auto ranks = ThreadGroup::create(3);
+  on_each(ranks, [](Group& group) {
+    expect_one_failure_on_all(group);
+    (void)group.share_windows(64, soon());  // nobody leaves before the others are through
+  });
+}
+
+TEST(ThreadGroupTest, DifferentExchangesAreAnErrorOnEveryRankAndTheGroupGoesOn) {
+  auto ranks = ThreadGroup::create(3);
+  on_each(ranks, [](Group& group) {
+    expect_named_difference(group);
+    (void)group.share_windows(64, soon());  // nobody leaves before the others are through
   });
 }
 

@@ -4,6 +4,8 @@
 // The exceptions that the library throws. A message says what was wrong, what was expected and what
 // was got; data such as a rank is a member, never parsed from the text.
 
+#include <memory>
+#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -60,6 +62,33 @@ class FANFOLD_EXPORT SystemFailure : public Error {
 
  private:
   int code_;
+};
+
+/// A call of the CUDA driver or runtime failed. State: the object is unusable.
+class FANFOLD_EXPORT CudaFailure : public Error {
+ public:
+  /// @param code  the CUresult or cudaError_t of the failed call.
+  CudaFailure(const std::string& message, int code);
+  CudaFailure(const CudaFailure&) noexcept;
+  CudaFailure& operator=(const CudaFailure&) noexcept;
+  ~CudaFailure() override;
+  int code() const noexcept { return code_; }
+
+ private:
+  int code_;
+};
+
+/// A std::bad_alloc that says which memory ran out. State: unchanged, on every rank.
+class FANFOLD_EXPORT OutOfMemory : public std::bad_alloc {
+ public:
+  explicit OutOfMemory(std::string message);
+  OutOfMemory(const OutOfMemory&) noexcept;
+  OutOfMemory& operator=(const OutOfMemory&) noexcept;
+  ~OutOfMemory() override;
+  const char* what() const noexcept override;
+
+ private:
+  std::shared_ptr<const std::string> message_;  // shared: copies must not throw
 };
 
 /// More rows than the caller gave room for. State: unchanged, on every rank.

@@ -32,6 +32,18 @@ SystemFailure::SystemFailure(const SystemFailure&) noexcept = default;
 SystemFailure& SystemFailure::operator=(const SystemFailure&) noexcept = default;
 SystemFailure::~SystemFailure() = default;
 
+CudaFailure::CudaFailure(const std::string& message, int code) : Error(message), code_(code) {}
+CudaFailure::CudaFailure(const CudaFailure&) noexcept = default;
+CudaFailure& CudaFailure::operator=(const CudaFailure&) noexcept = default;
+CudaFailure::~CudaFailure() = default;
+
+OutOfMemory::OutOfMemory(std::string message)
+    : message_(std::make_shared<const std::string>(std::move(message))) {}
+OutOfMemory::OutOfMemory(const OutOfMemory&) noexcept = default;
+OutOfMemory& OutOfMemory::operator=(const OutOfMemory&) noexcept = default;
+OutOfMemory::~OutOfMemory() = default;
+const char* OutOfMemory::what() const noexcept { return message_->c_str(); }
+
 CapacityExceeded::CapacityExceeded(const std::string& message) : Error(message) {}
 CapacityExceeded::CapacityExceeded(const CapacityExceeded&) noexcept = default;
 CapacityExceeded& CapacityExceeded::operator=(const CapacityExceeded&) noexcept = default;

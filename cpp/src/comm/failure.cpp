@@ -24,12 +24,16 @@ Failure Failure::current(int rank) {
     return {Kind::kUnsupported, 0, error.what()};
   } catch (const SystemFailure& error) {
     return {Kind::kSystemFailure, error.code(), base::str("rank ", rank, ": ", error.what())};
+  } catch (const CudaFailure& error) {
+    return {Kind::kCudaFailure, error.code(), base::str("rank ", rank, ": ", error.what())};
   } catch (const PeerTimeout& error) {
     return {Kind::kPeerTimeout, error.rank(), error.what()};
   } catch (const PeerAborted& error) {
     return {Kind::kPeerAborted, error.rank(), error.what()};
   } catch (const PeerLost& error) {
     return {Kind::kPeerLost, error.rank(), error.what()};
+  } catch (const OutOfMemory& error) {
+    return {Kind::kOutOfMemory, 0, base::str("rank ", rank, ": ", error.what())};
   } catch (const std::bad_alloc&) {
     return {Kind::kOutOfMemory, 0, base::str("rank ", rank, " is out of memory")};
   } catch (const std::exception& error) {
@@ -48,7 +52,9 @@ void Failure::raise() const {
     case Kind::kSystemFailure:
       throw SystemFailure(message, code);
     case Kind::kOutOfMemory:
-      throw std::bad_alloc();
+      throw OutOfMemory(message);
+    case Kind::kCudaFailure:
+      throw CudaFailure(message, code);
     case Kind::kPeerTimeout:
       throw PeerTimeout(message, code);
     case Kind::kPeerAborted:

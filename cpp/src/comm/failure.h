@@ -16,6 +16,7 @@ struct Failure {
     kInvalidState,
     kUnsupported,
     kSystemFailure,
+    kCudaFailure,
     kOutOfMemory,
     kPeerTimeout,
     kPeerAborted,
@@ -23,7 +24,7 @@ struct Failure {
   };
 
   Kind kind = Kind::kInvalidState;
-  int code = 0;  // errno or rank, by kind
+  int code = 0;  // errno, CUDA's code or rank, by kind
   std::string message;
 
   /// The exception being handled, as the peers of `rank` are to see it. Call in a catch block.

@@ -5,11 +5,14 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "base/clock.h"
 #include "base/mapping.h"
+#include "comm/failure.h"
+#include "comm/parcel.h"
 
 namespace fanfold::comm {
 
@@ -39,6 +42,15 @@ class Group {
   /// Likewise, but the windows take up memory only where they have been touched (Mapping::touch) or
   /// written, which any rank may do at any time without the others.
   virtual Windows reserve_windows(std::int64_t bytes, base::Deadline deadline) = 0;
+
+  /// Brings what each rank has to all others: element r is rank r's, with copies of its
+  /// descriptors; this rank's own comes back with its bytes only. `call` is the same on all ranks
+  /// and names the exchange in messages. A rank that could not prepare its part gives `failure`.
+  /// Collective.
+  /// @throws the failure of any rank, on every rank; as share_windows.
+  virtual std::vector<Parcel> exchange(const std::string& call, Parcel own,
+                                       const std::optional<Failure>& failure,
+                                       base::Deadline deadline) = 0;
 
   /// Makes the group of `members` (ranks of this group in their new order). Collective over *this*
   /// group; a rank that is not in `members` of its own call passes an empty list and gets null.

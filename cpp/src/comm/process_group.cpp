@@ -155,12 +155,30 @@ void ProcessGroup::leave() noexcept {
   star_.shut_down();
 }
 
-std::vector<Parcel> ProcessGroup::exchange(Star::Phase phase, const std::string& call,
-                                           std::vector<Parcel> parcels,
-                                           const std::optional<Failure>& failure,
-                                           base::Deadline deadline) {
+std::vector<Parcel> ProcessGroup::pass_on(Star::Phase phase, const std::string& call,
+                                          std::vector<Parcel> parcels,
+                                          const std::optional<Failure>& failure,
+                                          base::Deadline deadline) {
   const auto reason = [this](int rank) { return lost_reason(rank); };
   return star_.exchange(phase, call, std::move(parcels), failure, reason, deadline);
+}
+
+std::vector<Parcel> ProcessGroup::exchange(const std::string& call, Parcel own,
+                                           const std::optional<Failure>& failure,
+                                           base::Deadline deadline) {
+  check_usable(call.c_str());
+  std::vector<Parcel> all(index(num_ranks_));
+  all[index(rank_)].peer = rank_;
+  all[index(rank_)].bytes = own.bytes;
+  own.peer = Parcel::kEveryone;
+  std::vector<Parcel> parcels;
+  parcels.push_back(std::move(own));
+  std::vector<Parcel> received =
+      pass_on(Phase::kGather, call, std::move(parcels), failure, deadline);
+  for (Parcel& parcel : received) all[index(parcel.peer)] = std::move(parcel);
+  // A rank that was too late for the first part is missed here by all.
+  (void)pass_on(Phase::kCommit, call, {}, std::nullopt, deadline);
+  return all;
 }
 
 Windows ProcessGroup::share_windows(std::int64_t bytes, base::Deadline deadline) {
@@ -188,7 +206,7 @@ Windows ProcessGroup::make_windows(const char* name, std::int64_t bytes, base::P
     failure = Failure::current(rank_);
   }
   std::vector<Parcel> received =
-      exchange(Phase::kGather, call, std::move(parcels), failure, deadline);
+      pass_on(Phase::kGather, call, std::move(parcels), failure, deadline);
   try {
     for (Parcel& parcel : received) {
       windows[index(parcel.peer)] = map_received(parcel, size, pages);
@@ -197,7 +215,7 @@ Windows ProcessGroup::make_windows(const char* name, std::int64_t bytes, base::P
     failure = Failure::current(rank_);
   }
   // Nobody returns before everybody has mapped everything.
-  (void)exchange(Phase::kCommit, call, {}, failure, deadline);
+  (void)pass_on(Phase::kCommit, call, {}, failure, deadline);
   return windows;
 }
 
@@ -265,7 +283,7 @@ std::unique_ptr<Group> ProcessGroup::split(const std::vector<int>& members,
     failure = Failure::current(rank_);
   }
   std::vector<Parcel> received =
-      exchange(Phase::kGather, "split", std::move(parcels), failure, deadline);
+      pass_on(Phase::kGather, "split", std::move(parcels), failure, deadline);
   std::unique_ptr<Group> group;
   try {
     if (is_host) {
@@ -280,7 +298,7 @@ std::unique_ptr<Group> ProcessGroup::split(const std::vector<int>& members,
   } catch (...) {
     failure = Failure::current(rank_);
   }
-  (void)exchange(Phase::kCommit, "split", {}, failure, deadline);
+  (void)pass_on(Phase::kCommit, "split", {}, failure, deadline);
   return group;
 }
 

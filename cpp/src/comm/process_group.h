@@ -34,6 +34,9 @@ class ProcessGroup final : public Group {
   const char* kind() const noexcept override { return "processes"; }
   Windows share_windows(std::int64_t bytes, base::Deadline deadline) override;
   Windows reserve_windows(std::int64_t bytes, base::Deadline deadline) override;
+  std::vector<Parcel> exchange(const std::string& call, Parcel own,
+                               const std::optional<Failure>& failure,
+                               base::Deadline deadline) override;
   std::unique_ptr<Group> split(const std::vector<int>& members, base::Deadline deadline) override;
   std::string lost_reason(int rank) const override;
   void leave() noexcept override;
@@ -50,9 +53,9 @@ class ProcessGroup final : public Group {
   Windows make_windows(const char* name, std::int64_t bytes, base::Pages pages,
                        base::Deadline deadline);
   std::vector<base::FileDescriptor> pidfds_of(const std::vector<int>& members) const;
-  std::vector<Parcel> exchange(Star::Phase phase, const std::string& call,
-                               std::vector<Parcel> parcels, const std::optional<Failure>& failure,
-                               base::Deadline deadline);
+  std::vector<Parcel> pass_on(Star::Phase phase, const std::string& call,
+                              std::vector<Parcel> parcels, const std::optional<Failure>& failure,
+                              base::Deadline deadline);
 
   Star star_;
   std::vector<base::FileDescriptor> pidfds_;  // by rank

@@ -12,6 +12,8 @@
 #include "base/format.h"
 #include "comm/failure.h"
 #include "comm/members.h"
+#include "comm/rank_index.h"
+#include "comm/socket.h"
 #include "fanfold/error.h"
 
 namespace fanfold::comm {
@@ -21,7 +23,8 @@ struct ThreadGroup::Offer {
   std::string call;
   std::shared_ptr<base::Mapping> window;  // share_windows, reserve_windows
   std::int64_t bytes = 0;
-  std::vector<int> members;  // split
+  std::shared_ptr<const Parcel> parcel;  // exchange
+  std::vector<int> members;              // split
   std::optional<Failure> failure;
 };
 
@@ -171,6 +174,31 @@ Windows ThreadGroup::make_windows(const char* call, std::int64_t bytes, base::Pa
     windows.push_back(one.window);
   }
   return windows;
+}
+
+std::vector<Parcel> ThreadGroup::exchange(const std::string& call, Parcel own,
+                                          const std::optional<Failure>& failure,
+                                          base::Deadline deadline) {
+  if (is_forked_child()) throw InvalidState(base::str(call, ": called in a forked child"));
+  Offer offer;
+  offer.call = call;
+  offer.parcel = std::make_shared<const Parcel>(std::move(own));
+  offer.failure = failure;
+  const std::shared_ptr<Meeting> meeting = meet(std::move(offer), deadline);
+  std::vector<Parcel> all(index(num_ranks_));
+  for (int rank = 0; rank < num_ranks_; ++rank) {
+    const Parcel& theirs = *meeting->offers[index(rank)].parcel;
+    Parcel& copy = all[index(rank)];
+    copy.peer = rank;
+    copy.bytes = theirs.bytes;
+    if (rank == rank_) continue;
+    try {
+      for (const base::FileDescriptor& fd : theirs.fds) copy.fds.push_back(duplicate(fd.get()));
+    } catch (const SystemFailure&) {
+      copy.fds.clear();  // take_fd says so, as where they come through a socket
+    }
+  }
+  return all;
 }
 
 std::unique_ptr<Group> ThreadGroup::split(const std::vector<int>& members,

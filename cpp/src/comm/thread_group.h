@@ -29,6 +29,9 @@ class ThreadGroup final : public Group {
   const char* kind() const noexcept override { return "threads"; }
   Windows share_windows(std::int64_t bytes, base::Deadline deadline) override;
   Windows reserve_windows(std::int64_t bytes, base::Deadline deadline) override;
+  std::vector<Parcel> exchange(const std::string& call, Parcel own,
+                               const std::optional<Failure>& failure,
+                               base::Deadline deadline) override;
   std::unique_ptr<Group> split(const std::vector<int>& members, base::Deadline deadline) override;
   std::string lost_reason(int rank) const override;
   void leave() noexcept override;
