@@ -3,6 +3,7 @@
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <memory>
 #include <new>
@@ -12,17 +13,21 @@
 
 #include "bind.h"
 #include "convert.h"
+#include "fanfold/build_info.h"
 #include "fanfold/error.h"
+#include "gpu_memory.h"
 
 namespace fanfold::python {
 namespace {
 
-std::vector<HostBuffer> to_buffers(Arguments& args, nb::handle values) {
+std::vector<OwnBuffer> to_buffers(Arguments& args, nb::handle values, DeviceType device) {
   Framework framework{};
-  std::vector<HostBuffer> buffers;
+  std::vector<OwnBuffer> buffers;
   for (const TensorView& view : args.views(values, "buffers", framework)) {
-    if (view.device != DeviceType::kCpu || !view.is_contiguous()) {
-      throw InvalidArgument("buffers: expected contiguous CPU tensors, got " + view.describe());
+    if (view.device != device || !view.is_contiguous()) {
+      throw InvalidArgument(std::string("buffers: expected contiguous tensors on ") +
+                            (device == DeviceType::kCpu ? "the CPU, got " : "the GPU, got ") +
+                            view.describe());
     }
     buffers.push_back(
         {static_cast<std::byte*>(view.data), view.num_elements() * size_of(view.dtype)});
@@ -33,15 +38,27 @@ std::vector<HostBuffer> to_buffers(Arguments& args, nb::handle values) {
 }
 
 void make_allocator(Allocator* self, Communicator& communicator, nb::handle buffers,
+                    nb::handle device, const std::vector<std::string>& kinds,
                     std::optional<double> timeout_s) {
-  if (buffers.is_none()) {
-    new (self) Allocator(communicator);
-    return;
-  }
+  const std::optional<GpuMemoryConfig> gpu = to_gpu_memory(device, kinds);
+  const auto timeout = to_timeout(timeout_s);
+  std::optional<std::vector<OwnBuffer>> own;
   Arguments args;
-  const std::vector<HostBuffer> host = to_buffers(args, buffers);
+  if (!buffers.is_none()) {
+    // The simulated device's tensors are the host's to everybody else.
+    const bool on_host = !gpu || std::string(build_info().cuda) == "simulated";
+    own = to_buffers(args, buffers, on_host ? DeviceType::kCpu : DeviceType::kGpu);
+  }
   const nb::gil_scoped_release released;
-  new (self) Allocator(communicator, host, to_timeout(timeout_s));
+  if (gpu && own) {
+    new (self) Allocator(communicator, *gpu, *own, timeout);
+  } else if (gpu) {
+    new (self) Allocator(communicator, *gpu, timeout);
+  } else if (own) {
+    new (self) Allocator(communicator, *own, timeout);
+  } else {
+    new (self) Allocator(communicator);
+  }
 }
 
 /// A Python object that any thread may let go of.
@@ -103,35 +120,63 @@ void bind_allocator(nb::module_& m) {
           "view",
           [](const SymmetricMemory& self, int rank) {
             if (rank < 0 || rank >= self.num_ranks()) throw nb::index_error("rank out of range");
+            if (!self.memory().is_host_accessible) {
+              throw InvalidArgument("view: expected host memory, got a GPU's; use tensor()");
+            }
             const TensorView view(static_cast<void*>(self.data(rank)), DType::kUInt8,
                                   {self.bytes()});
             return make_tensor(view, Framework::kNumpy, self.block());
           },
           "rank"_a, nb::sig("def view(self, rank: int) -> typing.Any"),
-          "The window of `rank` as a NumPy uint8 array; keeps the memory mapped.");
+          "The window of `rank`, in host memory, as a NumPy uint8 array; keeps the memory mapped.")
+      .def("tensor", &tensor_of, "rank"_a, "dtype"_a, "shape"_a, nb::kw_only(),
+           "offset_bytes"_a = 0,
+           nb::sig("def tensor(self, rank: int, dtype: typing.Any, shape: typing.Sequence[int], *, "
+                   "offset_bytes: int = 0) -> typing.Any"),
+           R"doc(A contiguous tensor over the window of `rank`, without a copy.
+
+Keeps the memory mapped while it lives.
+
+Args:
+    rank: whose window.
+    dtype: decides what comes back: a torch dtype a torch tensor, a NumPy dtype an array (host
+        memory only), a name such as "bfloat16" or "float8_e4m3fn" an object with ``__dlpack__``.
+    shape: of the tensor.
+    offset_bytes: where it begins in the window; a multiple of the element's size.
+
+Raises:
+    InvalidArgument: it does not fit into the window, or NumPy and GPU memory.)doc")
+      .def_prop_ro("memory", &SymmetricMemory::memory, "Where it lies.");
 
   nb::class_<Allocator>(m, "Allocator",
                         "Allocates, caches and reuses symmetric memory of one group. Calls marked\n"
                         "collective are made by all ranks in the same order.")
       .def("__init__", &make_allocator, "communicator"_a, "buffers"_a = nb::none(), nb::kw_only(),
-           "timeout_s"_a = nb::none(), nb::keep_alive<1, 3>(),
+           "device"_a = "cpu", "kinds"_a = std::vector<std::string>(), "timeout_s"_a = nb::none(),
+           nb::keep_alive<1, 3>(),
            nb::sig("def __init__(self, communicator: Communicator, buffers: "
-                   "typing.Sequence[typing.Any] | None = None, *, timeout_s: float | None = None) "
-                   "-> None"),
-           R"doc(Memory of the system, or of the caller.
+                   "typing.Sequence[typing.Any] | None = None, *, device: typing.Any = 'cpu', "
+                   "kinds: typing.Sequence[str] = (), timeout_s: float | None = None) -> None"),
+           R"doc(Memory of the system, of a GPU, or of the caller.
 
 Args:
     communicator: the group; its state is shared, it need not be kept.
-    buffers: None, or one writable CPU tensor per rank, each equal in size: all symmetric memory
-        comes out of these. Tensor r becomes the windows of rank r; every rank gives all of them as
-        it sees them: threads the same tensors, processes the same shared memory as mapped there.
-        Keep them until all that was made with the allocator is closed on every rank and no tensor
-        over it is held. Then creation is collective.
+    buffers: None, or one writable tensor per rank on the kind of device asked for, each equal in
+        size: all symmetric memory comes out of these. Tensor r becomes the windows of rank r; every
+        rank gives all of them as it sees them: threads the same tensors, processes the same shared
+        memory as mapped there. Keep them until all that was made with the allocator is closed on
+        every rank and no tensor over it is held. Then creation is collective.
+    device: "cpu" for host memory; "cuda", "cuda:1" or a torch.device for memory of this rank's GPU,
+        which makes creation collective.
+    kinds: how ranks may come to each other's GPU memory, in the order in which to try: "fabric"
+        (an NVLink domain), "file_descriptor" (one machine), "same_process" (threads). Empty: all.
     timeout_s: deadline of a collective creation in seconds.
 
 Raises:
     InvalidArgument: not one buffer per rank, too small, or (on every rank) a rank gives other sizes
-        or does not see another's memory.)doc")
+        or kinds or does not see another's memory.
+    Unsupported: no CUDA driver, no such device, or built without the GPU backend (on every
+        rank).)doc")
       .def(
           "allocate",
           [](Allocator& self, std::int64_t num_bytes, std::optional<double> timeout_s) {
@@ -140,11 +185,14 @@ Raises:
           },
           "num_bytes"_a, nb::kw_only(), "timeout_s"_a = nb::none(),
           "A block of at least num_bytes per rank; collective.\n\n"
-          "Raises:\n    CapacityExceeded: the caller's buffers have no such room (on every rank).")
+          "Raises:\n    CapacityExceeded: the caller's buffers have no such room (on every rank).\n"
+          "    Unsupported: GPU memory, and no kind of handle works; says why for each.\n"
+          "    CudaFailure: the CUDA driver failed.\n    MemoryError: no memory (on every rank).")
       .def("free", &Allocator::free, "memory"_a,
            "Returns a block to the cache; every rank frees the same blocks in the same order.")
       .def("trim", &Allocator::trim, "Gives all cached blocks back to the system; every rank.")
       .def_prop_ro("stats", &Allocator::stats)
+      .def_prop_ro("memory", &Allocator::memory, "What memory it gives.")
       .def("set_private_memory", &set_private_memory, "source"_a.none(),
            nb::sig("def set_private_memory(self, source: "
                    "typing.Callable[[int], typing.Any] | None) -> None"),

@@ -10,6 +10,7 @@ namespace fanfold::python {
 void bind_errors(nanobind::module_& m);
 void bind_communicator(nanobind::module_& m);
 void bind_allocator(nanobind::module_& m);
+void bind_gpu_memory(nanobind::module_& m);
 void bind_received(nanobind::module_& m);
 void bind_records(nanobind::module_& m);
 void bind_all_to_all(nanobind::module_& m);

@@ -144,6 +144,7 @@ TensorView to_view(const nb::dlpack::dltensor& tensor, const char* name) {
   constexpr int kDlCudaHost = 3;
   const int device = tensor.device.device_type;
   view.device = device == kDlCpu || device == kDlCudaHost ? DeviceType::kCpu : DeviceType::kGpu;
+  if (view.device == DeviceType::kGpu) view.device_index = tensor.device.device_id;
   std::int64_t stride = 1;
   for (int i = tensor.ndim - 1; i >= 0; --i) {
     const auto dim = static_cast<std::size_t>(i);
@@ -160,8 +161,11 @@ nb::object cast_tensor(const TensorView& view, nb::handle owner) {
   for (int i = 0; i < view.ndim; ++i) {
     shape[i] = static_cast<std::size_t>(view.shape[static_cast<std::size_t>(i)]);
   }
+  const bool is_cpu = view.device == DeviceType::kCpu;
   nb::ndarray<Tag> array(view.data, static_cast<std::size_t>(view.ndim), shape, owner,
-                         view.strides.data(), dlpack_of(view.dtype), nb::device::cpu::value, 0);
+                         view.strides.data(), dlpack_of(view.dtype),
+                         is_cpu ? nb::device::cpu::value : nb::device::cuda::value,
+                         is_cpu ? 0 : view.device_index);
   return nb::cast(array, nb::rv_policy::reference);
 }
 
@@ -364,6 +368,11 @@ DType to_dtype(nb::handle dtype) {
   }
   const std::string text = nb::cast<std::string>(nb::str(name));
   return dtype_from_name(text.substr(text.rfind('.') + 1));
+}
+
+Framework framework_of_dtype(nb::handle dtype) {
+  if (nb::isinstance<nb::str>(dtype)) return Framework::kDlpack;
+  return name_of_type(dtype) == "torch.dtype" ? Framework::kTorch : Framework::kNumpy;
 }
 
 std::optional<std::chrono::nanoseconds> to_timeout(std::optional<double> seconds) {

@@ -96,6 +96,9 @@ class TensorCache {
 /// A dtype as torch, NumPy or a name gives it: torch.bfloat16, numpy.float32, "float16".
 DType to_dtype(nb::handle dtype);
 
+/// Whose tensors go with it: torch.bfloat16 is torch's, numpy.float32 NumPy's, a name is nobody's.
+Framework framework_of_dtype(nb::handle dtype);
+
 /// Seconds as Python gives them.
 std::optional<std::chrono::nanoseconds> to_timeout(std::optional<double> seconds);
 

@@ -13,6 +13,7 @@ NB_MODULE(_core, m) {
   m.doc() = "Native part of fanfold.";
   fanfold::python::bind_errors(m);
   fanfold::python::bind_communicator(m);
+  fanfold::python::bind_gpu_memory(m);
   fanfold::python::bind_allocator(m);
   fanfold::python::bind_received(m);
   fanfold::python::bind_records(m);

@@ -1,8 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # Every option of the build. BUILD_SHARED_LIBS is CMake's own and decides static or shared.
 
-set(FANFOLD_CUDA "AUTO" CACHE STRING "Build the GPU backend: AUTO (when nvcc is found), ON or OFF")
-set_property(CACHE FANFOLD_CUDA PROPERTY STRINGS AUTO ON OFF)
+set(
+  FANFOLD_CUDA
+  "AUTO"
+  CACHE STRING
+  "Build the GPU backend: AUTO (when nvcc is found), ON, OFF, or SIM (for the simulated device of the tests, which needs CUDA's headers only)"
+)
+set_property(
+  CACHE FANFOLD_CUDA
+  PROPERTY STRINGS AUTO ON OFF SIM
+)
 set(
   FANFOLD_SANITIZE
   ""
@@ -33,11 +41,18 @@ if(FANFOLD_CUDA STREQUAL "AUTO")
     set(FANFOLD_WITH_CUDA OFF)
   endif()
   message(STATUS "fanfold: FANFOLD_CUDA=AUTO chose ${FANFOLD_WITH_CUDA}")
+elseif(FANFOLD_CUDA STREQUAL "SIM")
+  set(FANFOLD_WITH_CUDA ON)
 else()
   set(FANFOLD_WITH_CUDA ${FANFOLD_CUDA})
 endif()
+if(FANFOLD_CUDA STREQUAL "SIM")
+  set(FANFOLD_CUDA_IS_SIMULATED ON)
+else()
+  set(FANFOLD_CUDA_IS_SIMULATED OFF)
+endif()
 
-if(FANFOLD_WITH_CUDA)
+if(FANFOLD_WITH_CUDA AND NOT FANFOLD_CUDA_IS_SIMULATED)
   # Never the build machine's own GPU: a fixed list, unless the caller gives one.
   if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
     set(CMAKE_CUDA_ARCHITECTURES "80-real;90-real;100-real;100-virtual")

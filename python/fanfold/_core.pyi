@@ -8,6 +8,7 @@ from typing import Any
 import fanfold.config
 from fanfold.errors import (
     CapacityExceeded as _CapacityExceeded,
+    CudaFailure as _CudaFailure,
     Error as _Error,
     InvalidArgument as _InvalidArgument,
     InvalidState as _InvalidState,
@@ -154,6 +155,75 @@ class Communicator:
 
     def __exit__(self, *args: object) -> None: ...
 
+class AllocatorMemory:
+    """What memory an allocator gives."""
+
+    @property
+    def device(self) -> str:
+        """"cpu" or "cuda:N"."""
+
+    @property
+    def is_host_accessible(self) -> bool:
+        """Whether the host may read and write it."""
+
+    @property
+    def kind(self) -> str | None:
+        """
+        How the ranks share GPU memory, once a block was made: "fabric",
+        "file_descriptor" or "same_process".
+        """
+
+    @property
+    def passed_over(self) -> list[str]:
+        """
+        Why the kinds before it did not work: a sentence each, with rank and step.
+        """
+
+class FabricMemory:
+    """
+    A window of GPU memory per rank, all of them mapped for this rank's
+    device. For one allocation; an Allocator makes many and reuses them.
+    """
+
+    def __init__(self, communicator: Communicator, num_bytes: int, *, device: Any = 'cuda', kinds: Sequence[str] = (), timeout_s: float | None = None) -> None:
+        """
+        Zeroed windows of at least num_bytes; collective.
+
+        Args:
+            communicator: the group; its state is shared, it need not be kept.
+            num_bytes: per rank; rounded up to what the driver divides memory into.
+            device: this rank's GPU: "cuda", "cuda:1" or a torch.device.
+            kinds: as Allocator's.
+            timeout_s: deadline in seconds.
+
+        Raises:
+            Unsupported: no driver, no such device, built without the GPU backend, or no kind of handle
+                works; says for each which step failed on which rank.
+            CudaFailure: one kind was asked for, and the driver failed.
+            InvalidArgument: num_bytes < 1, or the ranks differ.
+            MemoryError: a device has no room. Whatever fails on one rank fails on all.
+        """
+
+    @property
+    def num_bytes(self) -> int:
+        """Usable bytes per rank."""
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    @property
+    def memory(self) -> AllocatorMemory:
+        """The device and how the ranks share it."""
+
+    def tensor(self, rank: int, dtype: Any, shape: Sequence[int], *, offset_bytes: int = 0) -> Any:
+        """As SymmetricMemory.tensor."""
+
+    def close(self, *, timeout_s: float | None = None) -> None:
+        """
+        Waits until every rank has called it or is gone, then lets go of the memory, which a
+        tensor over it still keeps mapped here. Work on the windows must have ended.
+        """
+
 class AllocatorStats:
     """What an allocator holds, in bytes of this rank's own windows."""
 
@@ -185,7 +255,30 @@ class SymmetricMemory:
     def num_ranks(self) -> int: ...
 
     def view(self, rank: int) -> Any:
-        """The window of `rank` as a NumPy uint8 array; keeps the memory mapped."""
+        """
+        The window of `rank`, in host memory, as a NumPy uint8 array; keeps the memory mapped.
+        """
+
+    def tensor(self, rank: int, dtype: Any, shape: Sequence[int], *, offset_bytes: int = 0) -> Any:
+        """
+        A contiguous tensor over the window of `rank`, without a copy.
+
+        Keeps the memory mapped while it lives.
+
+        Args:
+            rank: whose window.
+            dtype: decides what comes back: a torch dtype a torch tensor, a NumPy dtype an array (host
+                memory only), a name such as "bfloat16" or "float8_e4m3fn" an object with ``__dlpack__``.
+            shape: of the tensor.
+            offset_bytes: where it begins in the window; a multiple of the element's size.
+
+        Raises:
+            InvalidArgument: it does not fit into the window, or NumPy and GPU memory.
+        """
+
+    @property
+    def memory(self) -> AllocatorMemory:
+        """Where it lies."""
 
 class Allocator:
     """
@@ -193,22 +286,28 @@ class Allocator:
     collective are made by all ranks in the same order.
     """
 
-    def __init__(self, communicator: Communicator, buffers: Sequence[Any] | None = None, *, timeout_s: float | None = None) -> None:
+    def __init__(self, communicator: Communicator, buffers: Sequence[Any] | None = None, *, device: Any = 'cpu', kinds: Sequence[str] = (), timeout_s: float | None = None) -> None:
         """
-        Memory of the system, or of the caller.
+        Memory of the system, of a GPU, or of the caller.
 
         Args:
             communicator: the group; its state is shared, it need not be kept.
-            buffers: None, or one writable CPU tensor per rank, each equal in size: all symmetric memory
-                comes out of these. Tensor r becomes the windows of rank r; every rank gives all of them as
-                it sees them: threads the same tensors, processes the same shared memory as mapped there.
-                Keep them until all that was made with the allocator is closed on every rank and no tensor
-                over it is held. Then creation is collective.
+            buffers: None, or one writable tensor per rank on the kind of device asked for, each equal in
+                size: all symmetric memory comes out of these. Tensor r becomes the windows of rank r; every
+                rank gives all of them as it sees them: threads the same tensors, processes the same shared
+                memory as mapped there. Keep them until all that was made with the allocator is closed on
+                every rank and no tensor over it is held. Then creation is collective.
+            device: "cpu" for host memory; "cuda", "cuda:1" or a torch.device for memory of this rank's GPU,
+                which makes creation collective.
+            kinds: how ranks may come to each other's GPU memory, in the order in which to try: "fabric"
+                (an NVLink domain), "file_descriptor" (one machine), "same_process" (threads). Empty: all.
             timeout_s: deadline of a collective creation in seconds.
 
         Raises:
             InvalidArgument: not one buffer per rank, too small, or (on every rank) a rank gives other sizes
-                or does not see another's memory.
+                or kinds or does not see another's memory.
+            Unsupported: no CUDA driver, no such device, or built without the GPU backend (on every
+                rank).
         """
 
     def allocate(self, num_bytes: int, *, timeout_s: float | None = None) -> SymmetricMemory:
@@ -217,6 +316,9 @@ class Allocator:
 
         Raises:
             CapacityExceeded: the caller's buffers have no such room (on every rank).
+            Unsupported: GPU memory, and no kind of handle works; says why for each.
+            CudaFailure: the CUDA driver failed.
+            MemoryError: no memory (on every rank).
         """
 
     def free(self, memory: SymmetricMemory) -> None:
@@ -229,6 +331,10 @@ class Allocator:
 
     @property
     def stats(self) -> AllocatorStats: ...
+
+    @property
+    def memory(self) -> AllocatorMemory:
+        """What memory it gives."""
 
     def set_private_memory(self, source: Callable[[int], Any] | None) -> None:
         """

@@ -67,8 +67,8 @@ class Arrays {
   Arrays(int num_ranks, std::int64_t bytes) : arrays_(static_cast<std::size_t>(num_ranks)) {
     for (auto& array : arrays_) array.assign(static_cast<std::size_t>(bytes), std::byte{0xab});
   }
-  std::vector<HostBuffer> all() {
-    std::vector<HostBuffer> buffers;
+  std::vector<OwnBuffer> all() {
+    std::vector<OwnBuffer> buffers;
     for (auto& array : arrays_) {
       buffers.push_back({array.data(), static_cast<std::int64_t>(array.size())});
     }

@@ -93,7 +93,7 @@ TEST(TensorViewTest, DescribesTypeShapeAndPlace) {
   TensorView view(static_cast<void*>(nullptr), DType::kBFloat16, {128, 2048});
   EXPECT_EQ(view.describe(), "bfloat16 [128, 2048] on cpu");
   view.device = DeviceType::kGpu;
-  EXPECT_EQ(view.describe(), "bfloat16 [128, 2048] on gpu");
+  EXPECT_EQ(view.describe(), "bfloat16 [128, 2048] on cuda:0");
   EXPECT_EQ(TensorView(static_cast<void*>(nullptr), DType::kInt32, {7}).describe(),
             "int32 [7] on cpu");
   EXPECT_EQ(TensorView().describe(), "uint8 [] on cpu");

@@ -36,8 +36,8 @@ class Buffers {
       array.assign(static_cast<std::size_t>(bytes + head), std::byte{0xab});
     }
   }
-  std::vector<HostBuffer> all() {
-    std::vector<HostBuffer> buffers;
+  std::vector<OwnBuffer> all() {
+    std::vector<OwnBuffer> buffers;
     for (auto& array : arrays_) {
       buffers.push_back({array.data() + head_, static_cast<std::int64_t>(array.size()) - head_});
     }
@@ -145,7 +145,7 @@ TEST(OwnBuffersTest, ABlockThatARankStillLooksAtIsKeptFromAllUntilItLetsGo) {
 TEST(OwnBuffersTest, TheSmallestBufferCounts) {
   std::vector<std::vector<std::byte>> arrays = {std::vector<std::byte>(kBytes),
                                                 std::vector<std::byte>(8192)};
-  const std::vector<HostBuffer> buffers = {{arrays[0].data(), kBytes}, {arrays[1].data(), 8192}};
+  const std::vector<OwnBuffer> buffers = {{arrays[0].data(), kBytes}, {arrays[1].data(), 8192}};
   spawn_ranks(2, [&](Communicator& communicator) {
     Allocator allocator(communicator, buffers);
     expect_error<CapacityExceeded>({"9000 bytes"}, [&] { (void)allocator.allocate(9000); });
@@ -157,19 +157,19 @@ TEST(OwnBuffersTest, TheSmallestBufferCounts) {
 TEST(OwnBuffersTest, WrongBuffersAreRefusedHere) {
   Buffers buffers(2, kBytes);
   spawn_ranks(2, [&](Communicator& communicator) {
-    std::vector<HostBuffer> one = buffers.all();
+    std::vector<OwnBuffer> one = buffers.all();
     one.pop_back();
     expect_error<InvalidArgument>({"buffers", "2 (one per rank)", "got 1"},
                                   [&] { Allocator refused(communicator, one); });
-    std::vector<HostBuffer> null = buffers.all();
+    std::vector<OwnBuffer> null = buffers.all();
     null[1].data = nullptr;
     expect_error<InvalidArgument>({"buffers[1]", "null pointer"},
                                   [&] { Allocator refused(communicator, null); });
-    std::vector<HostBuffer> small = buffers.all();
+    std::vector<OwnBuffer> small = buffers.all();
     small[0].bytes = 100;
     expect_error<InvalidArgument>({"buffers[0]", "4096", "got 100"},
                                   [&] { Allocator refused(communicator, small); });
-    std::vector<HostBuffer> overlapping = buffers.all();
+    std::vector<OwnBuffer> overlapping = buffers.all();
     overlapping[1].data = overlapping[0].data + overlapping[0].bytes - 1;
     expect_error<InvalidArgument>({"buffers[1]", "apart from buffers[0]"},
                                   [&] { Allocator refused(communicator, overlapping); });
@@ -183,9 +183,9 @@ TEST(OwnBuffersTest, ARankThatDoesNotSeeAnothersMemoryIsNamedOnEveryRank) {
   Buffers buffers(3, kBytes, /*head=*/0);
   Buffers others(3, kBytes, /*head=*/0);
   spawn_ranks(3, [&](Communicator& communicator) {
-    std::vector<HostBuffer> mine = buffers.all();
+    std::vector<OwnBuffer> mine = buffers.all();
     if (communicator.rank() == 2) mine[1] = others.all()[1];
-    const auto head = [](const HostBuffer& buffer) {
+    const auto head = [](const OwnBuffer& buffer) {
       return reinterpret_cast<std::uintptr_t>(buffer.data) % 128;
     };
     const bool same_head = head(buffers.all()[1]) == head(others.all()[1]);

@@ -9,18 +9,48 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "fanfold/communicator.h"
 #include "fanfold/export.h"
+#include "fanfold/tensor_view.h"
 
 namespace fanfold {
+
+/// How ranks reach each other's GPU memory, best first.
+enum class HandleKind : std::uint8_t {
+  kFabric,          ///< handles of an NVLink domain, across machines too
+  kFileDescriptor,  ///< descriptors, on one machine
+  kSameProcess,     ///< none needed: ranks that are threads of one process, also several on one GPU
+};
+
+/// GPU memory instead of the host's.
+struct FANFOLD_EXPORT GpuMemoryConfig {
+  int device = 0;  ///< this rank's CUDA device; ranks may share one
+  /// The kinds to try, in this order; the first that works on all ranks is taken. Equal on all
+  /// ranks. Empty: all.
+  std::vector<HandleKind> kinds;
+};
+
+/// What memory an allocator gives.
+struct FANFOLD_EXPORT AllocatorMemory {
+  DeviceType device = DeviceType::kCpu;
+  int device_index = 0;
+  /// Whether the host may read and write it: not on a GPU, but on the simulated device.
+  bool is_host_accessible = true;
+  /// GPU memory, once a block was made: how the ranks share it.
+  std::optional<HandleKind> kind;
+  /// Why the kinds before it did not work: a sentence each, with rank and step.
+  std::vector<std::string> passed_over;
+};
 
 /// One block of symmetric memory: a window per rank, all of them mapped here.
 ///
 /// Host kind: anonymous shared memory that no other user can open and that vanishes with its last
-/// process. Copies share the block. The block stays mapped while a copy, or anything made from it,
-/// lives; it goes back to its allocator by `Allocator::free` only.
+/// process. GPU kind: memory of each rank's device, mapped for this rank's. Copies share the block.
+/// The block stays mapped while a copy, or anything made from it, lives; it goes back to its
+/// allocator by `Allocator::free` only.
 class FANFOLD_EXPORT SymmetricMemory {
  public:
   SymmetricMemory();
@@ -33,8 +63,14 @@ class FANFOLD_EXPORT SymmetricMemory {
   bool has_value() const noexcept { return block_ != nullptr; }
   /// Usable bytes per rank; at least what was asked for.
   std::int64_t bytes() const;
-  /// Start of `rank`'s window in this process.
+  /// Start of `rank`'s window in this process; an address of the device for GPU memory.
   std::byte* data(int rank) const;
+  /// A contiguous tensor over the window of `rank` from `offset_bytes` on.
+  /// @throws InvalidArgument  it does not fit into the window, or the offset is not a multiple of
+  ///         the element's size.
+  TensorView tensor(int rank, DType dtype, const std::vector<std::int64_t>& shape,
+                    std::int64_t offset_bytes = 0) const;
+  AllocatorMemory memory() const;
   int num_ranks() const;
 
   struct Block;
@@ -47,7 +83,7 @@ class FANFOLD_EXPORT SymmetricMemory {
 };
 
 /// Memory of the caller's for the windows of one rank, as mapped in this process.
-struct FANFOLD_EXPORT HostBuffer {
+struct FANFOLD_EXPORT OwnBuffer {
   std::byte* data = nullptr;
   std::int64_t bytes = 0;
 };
@@ -83,7 +119,18 @@ class FANFOLD_EXPORT Allocator {
   /// @throws InvalidArgument  not one buffer per rank, too small, or (on every rank) a rank gives
   ///         other sizes or does not see another's memory.
   /// @throws PeerTimeout, PeerLost
-  Allocator(Communicator& communicator, const std::vector<HostBuffer>& buffers,
+  Allocator(Communicator& communicator, const std::vector<OwnBuffer>& buffers,
+            std::optional<std::chrono::nanoseconds> timeout = {});
+  /// GPU memory. Collective; allocates nothing.
+  /// @throws Unsupported      no CUDA driver, no such device, or built without the GPU backend (on
+  ///         every rank).
+  /// @throws InvalidArgument  the ranks give different kinds (on every rank).
+  Allocator(Communicator& communicator, const GpuMemoryConfig& gpu,
+            std::optional<std::chrono::nanoseconds> timeout = {});
+  /// GPU memory out of the caller's buffers, which lie on the devices: `buffers[r]` is rank r's as
+  /// this rank's device reaches it. Otherwise as for the host's.
+  Allocator(Communicator& communicator, const GpuMemoryConfig& gpu,
+            const std::vector<OwnBuffer>& buffers,
             std::optional<std::chrono::nanoseconds> timeout = {});
   ~Allocator();
   Allocator(const Allocator&);
@@ -96,7 +143,8 @@ class FANFOLD_EXPORT Allocator {
   /// Collective.
   /// @throws InvalidArgument   bytes < 1, or the ranks ask for different sizes (on every rank).
   /// @throws CapacityExceeded  the caller's buffers have no such room left (on every rank).
-  /// @throws PeerTimeout, PeerLost, SystemFailure, std::bad_alloc
+  /// @throws Unsupported       GPU memory: no kind of handle works; the text says why for each.
+  /// @throws PeerTimeout, PeerLost, SystemFailure, CudaFailure, std::bad_alloc
   SymmetricMemory allocate(std::int64_t bytes, std::int64_t zero_bytes = 0,
                            std::optional<std::chrono::nanoseconds> timeout = {});
   /// Returns a block to the cache. Collective in effect: every rank frees the same blocks in the
@@ -107,6 +155,7 @@ class FANFOLD_EXPORT Allocator {
   /// not wait.
   void trim();
   AllocatorStats stats() const;
+  AllocatorMemory memory() const;
 
   /// Where the private memory of what is made with this allocator, or a copy of it, comes from;
   /// empty: from the system. Local.
@@ -116,8 +165,9 @@ class FANFOLD_EXPORT Allocator {
   /// @throws std::bad_alloc   it gave none.
   std::shared_ptr<std::byte> allocate_private(std::int64_t bytes) const;
 
- private:
   class Impl;
+
+ private:
   std::shared_ptr<Impl> impl_;
 };
 

@@ -28,6 +28,7 @@ struct FANFOLD_EXPORT TensorView {
   std::array<std::int64_t, kMaxDims> shape{};
   std::array<std::int64_t, kMaxDims> strides{};
   DeviceType device = DeviceType::kCpu;
+  int device_index = 0;  // of a GPU: its CUDA ordinal
 
   TensorView() = default;
   /// A contiguous (row-major) tensor.

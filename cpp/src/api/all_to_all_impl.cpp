@@ -92,6 +92,9 @@ AllToAll::Impl::Impl(Communicator& communicator, const AllToAllConfig& config, A
     setup.workspace_of = owner->exchange_;
     setup.member = owner->session_->num_made();
   }
+  if (allocator != nullptr && allocator->memory().device != DeviceType::kCpu) {
+    throw InvalidArgument("allocator: expected host memory for device 'cpu', got a GPU's");
+  }
   api::ResolvedConfig resolved =
       api::resolve(owner == nullptr ? config : config_beside(config, *owner->exchange_), num_ranks);
   if (owner != nullptr) check_beside(resolved.config, *owner->exchange_);

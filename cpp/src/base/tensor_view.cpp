@@ -61,7 +61,8 @@ std::string TensorView::describe() const {
   for (int i = 0; i < ndim; ++i) {
     text += base::str(i == 0 ? "" : ", ", shape[static_cast<std::size_t>(i)]);
   }
-  return text + "] on " + (device == DeviceType::kCpu ? "cpu" : "gpu");
+  text += "] on ";
+  return text + (device == DeviceType::kCpu ? "cpu" : base::str("cuda:", device_index));
 }
 
 }  // namespace fanfold

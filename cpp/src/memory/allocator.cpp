@@ -2,18 +2,14 @@
 #include "fanfold/allocator.h"
 
 #include <algorithm>
-#include <cstring>
 #include <new>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "base/format.h"
-#include "base/mapping.h"
-#include "comm/communicator_impl.h"
 #include "fanfold/error.h"
-#include "memory/own_buffers.h"
-#include "memory/symmetric_block.h"
+#include "memory/allocator_impl.h"
 
 namespace fanfold {
 namespace {
@@ -40,52 +36,30 @@ void check_same(const char* field, std::int64_t expected, std::int64_t got, std:
                                   expected, " on rank 0 and ", got, " on rank ", rank));
 }
 
+template <class Impl>
+Impl& checked(const std::shared_ptr<Impl>& impl) {
+  if (impl == nullptr) throw InvalidState("allocator: the object was moved from");
+  return *impl;
+}
+
+std::shared_ptr<Communicator::Impl> usable(const Communicator& communicator) {
+  checked(communicator.impl()).check_usable("allocator");
+  return communicator.impl();
+}
+
 }  // namespace
 
-class Allocator::Impl {
- public:
-  explicit Impl(std::shared_ptr<Communicator::Impl> communicator)
-      : communicator_(std::move(communicator)), ledger_(std::make_shared<memory::Ledger>()) {}
-  Impl(std::shared_ptr<Communicator::Impl> communicator, const std::vector<HostBuffer>& buffers,
-       base::Deadline deadline);
+Allocator::Impl::Impl(const Communicator& communicator,
+                      std::unique_ptr<memory::WindowSource> source)
+    : communicator_(usable(communicator)),
+      source_(std::move(source)),
+      ledger_(std::make_shared<memory::Ledger>()) {}
 
-  SymmetricMemory allocate(std::int64_t bytes, std::int64_t zero_bytes, base::Deadline deadline);
-  void free(const SymmetricMemory& memory);
-  void trim();
-  Communicator::Impl& communicator() { return *communicator_; }
-  AllocatorStats stats() const { return ledger_->stats(); }
-  void set_private_memory(PrivateMemorySource source) { private_memory_ = std::move(source); }
-  std::shared_ptr<std::byte> allocate_private(std::int64_t bytes) const;
-
- private:
-  struct Cached {
-    comm::Windows windows;
-    std::int64_t id;
-    std::int64_t bytes() const { return windows.front()->bytes(); }
-  };
-
-  std::vector<Cached>::iterator smallest_fit(std::int64_t bytes);
-  comm::Windows make_windows(std::int64_t id, std::int64_t bytes, base::Deadline deadline);
-  /// Own buffers: gives back what no rank uses any more. Collective.
-  void reclaim(base::Deadline deadline);
-  /// Zeroes this rank's window and waits until the others have zeroed theirs.
-  void zero(const comm::Windows& windows, std::int64_t bytes, base::Deadline deadline);
-
-  std::shared_ptr<Communicator::Impl> communicator_;
-  std::shared_ptr<memory::Ledger> ledger_;
-  std::vector<Cached> cache_;
-  std::int64_t next_id_ = 0;
-  std::optional<memory::OwnBuffers> own_buffers_;
-  std::vector<std::int64_t> trimmed_;  // own buffers: blocks that this rank has no use for
-  PrivateMemorySource private_memory_;
-};
-
-Allocator::Impl::Impl(std::shared_ptr<Communicator::Impl> communicator,
-                      const std::vector<HostBuffer>& buffers, base::Deadline deadline)
-    : Impl(std::move(communicator)) {
+void Allocator::Impl::use_own_buffers(const std::vector<OwnBuffer>& buffers,
+                                      base::Deadline deadline) {
   const Communicator::Impl::Call call(*communicator_, "Allocator");
   const comm::Group& group = communicator_->group();
-  own_buffers_.emplace(communicator_->channel(), group.rank(), group.num_ranks(), buffers,
+  own_buffers_.emplace(*source_, communicator_->channel(), group.rank(), group.num_ranks(), buffers,
                        deadline);
   ledger_->keep_dropped();
 }
@@ -106,7 +80,7 @@ void Allocator::Impl::zero(const comm::Windows& windows, std::int64_t bytes,
                            base::Deadline deadline) {
   if (bytes == 0) return;
   const auto rank = static_cast<std::size_t>(communicator_->group().rank());
-  std::memset(windows[rank]->data(), 0, static_cast<std::size_t>(bytes));
+  source_->zero(windows[rank]->data(), bytes);
   communicator_->channel().barrier(deadline);
 }
 
@@ -135,15 +109,16 @@ SymmetricMemory Allocator::Impl::allocate(std::int64_t bytes, std::int64_t zero_
   if (may_reuse) {
     Cached cached = std::move(*fit);
     cache_.erase(fit);
-    const auto block =
-        std::make_shared<SymmetricMemory::Block>(std::move(cached.windows), cached.id, ledger_);
+    const auto block = std::make_shared<SymmetricMemory::Block>(
+        std::move(cached.windows), cached.id, source_->memory(), ledger_);
     ledger_->reuse_block(block->bytes());
     zero(block->windows, zero_bytes, deadline);
     return SymmetricMemory(block);
   }
   const std::int64_t id = next_id_++;
+  comm::Windows windows = make_windows(id, bytes, deadline);
   const auto block =
-      std::make_shared<SymmetricMemory::Block>(make_windows(id, bytes, deadline), id, ledger_);
+      std::make_shared<SymmetricMemory::Block>(std::move(windows), id, source_->memory(), ledger_);
   ledger_->add_block(block->bytes());
   if (own_buffers_) zero(block->windows, zero_bytes, deadline);
   return SymmetricMemory(block);
@@ -151,7 +126,7 @@ SymmetricMemory Allocator::Impl::allocate(std::int64_t bytes, std::int64_t zero_
 
 comm::Windows Allocator::Impl::make_windows(std::int64_t id, std::int64_t bytes,
                                             base::Deadline deadline) {
-  if (!own_buffers_) return communicator_->group().share_windows(bytes, deadline);
+  if (!own_buffers_) return source_->make_windows(bytes, deadline);
   memory::OwnBuffers& own = *own_buffers_;
   // What is free is the same on all ranks: so is every decision here.
   std::optional<comm::Windows> windows = own.take(id, bytes);
@@ -186,7 +161,7 @@ void Allocator::Impl::reclaim(base::Deadline deadline) {
 }
 
 std::shared_ptr<std::byte> Allocator::Impl::allocate_private(std::int64_t bytes) const {
-  if (!private_memory_) return base::map_private(bytes);
+  if (!private_memory_) return source_->allocate_private(bytes);
   std::shared_ptr<std::byte> memory = private_memory_(bytes);
   if (memory == nullptr) throw std::bad_alloc();
   const auto address = reinterpret_cast<std::uintptr_t>(memory.get());
@@ -220,27 +195,14 @@ void Allocator::Impl::trim() {
   cache_.clear();
 }
 
-namespace {
-
-template <class Impl>
-Impl& checked(const std::shared_ptr<Impl>& impl) {
-  if (impl == nullptr) throw InvalidState("allocator: the object was moved from");
-  return *impl;
-}
-
-std::shared_ptr<Communicator::Impl> usable(const Communicator& communicator) {
-  checked(communicator.impl()).check_usable("allocator");
-  return communicator.impl();
-}
-
-}  // namespace
-
 Allocator::Allocator(Communicator& communicator)
-    : impl_(std::make_shared<Impl>(usable(communicator))) {}
-Allocator::Allocator(Communicator& communicator, const std::vector<HostBuffer>& buffers,
+    : impl_(std::make_shared<Impl>(
+          communicator, std::make_unique<memory::HostSource>(usable(communicator)->group()))) {}
+Allocator::Allocator(Communicator& communicator, const std::vector<OwnBuffer>& buffers,
                      std::optional<std::chrono::nanoseconds> timeout)
-    : impl_(std::make_shared<Impl>(usable(communicator), buffers,
-                                   communicator.impl()->deadline(timeout))) {}
+    : Allocator(communicator) {
+  impl_->use_own_buffers(buffers, communicator.impl()->deadline(timeout));
+}
 Allocator::~Allocator() = default;
 Allocator::Allocator(const Allocator&) = default;
 Allocator::Allocator(Allocator&&) noexcept = default;
@@ -266,5 +228,7 @@ std::shared_ptr<std::byte> Allocator::allocate_private(std::int64_t bytes) const
 }
 
 AllocatorStats Allocator::stats() const { return checked(impl_).stats(); }
+
+AllocatorMemory Allocator::memory() const { return checked(impl_).memory(); }
 
 }  // namespace fanfold

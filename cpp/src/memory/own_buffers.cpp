@@ -17,19 +17,13 @@ namespace {
 
 constexpr std::int64_t kMinBytes = 4096;
 
-std::uint64_t read_word(const std::byte* data) noexcept {
-  std::uint64_t word = 0;
-  std::memcpy(&word, data, sizeof word);
-  return word;
-}
-
 /// Bytes from `data` to the next aligned address.
-std::int64_t head_of(const HostBuffer& buffer) noexcept {
+std::int64_t head_of(const OwnBuffer& buffer) noexcept {
   const auto address = static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(buffer.data));
   return base::align_up(address, Arena::kAlignment) - address;
 }
 
-void check_buffers(const std::vector<HostBuffer>& buffers, int num_ranks) {
+void check_buffers(const std::vector<OwnBuffer>& buffers, int num_ranks) {
   if (buffers.size() != static_cast<std::size_t>(num_ranks)) {
     throw InvalidArgument(
         base::str("buffers: expected ", num_ranks, " (one per rank), got ", buffers.size()));
@@ -43,14 +37,14 @@ void check_buffers(const std::vector<HostBuffer>& buffers, int num_ranks) {
 }
 
 /// Two ranks that wrote to the same bytes could not even be told what is wrong.
-void check_apart(const std::vector<HostBuffer>& buffers) {
+void check_apart(const std::vector<OwnBuffer>& buffers) {
   std::vector<std::size_t> order(buffers.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
   const std::less<const std::byte*> before;
   std::sort(order.begin(), order.end(),
             [&](std::size_t a, std::size_t b) { return before(buffers[a].data, buffers[b].data); });
   for (std::size_t i = 1; i < order.size(); ++i) {
-    const HostBuffer& first = buffers[order[i - 1]];
+    const OwnBuffer& first = buffers[order[i - 1]];
     if (!before(buffers[order[i]].data, first.data + first.bytes)) continue;
     throw InvalidArgument(base::str("buffers[", std::max(order[i - 1], order[i]),
                                     "]: expected memory apart from buffers[",
@@ -74,13 +68,14 @@ void check_same(const std::int64_t* first, const std::int64_t* theirs, int other
 
 }  // namespace
 
-OwnBuffers::OwnBuffers(comm::Channel& channel, int rank, int num_ranks,
-                       const std::vector<HostBuffer>& buffers, base::Deadline deadline) {
+OwnBuffers::OwnBuffers(WindowSource& source, comm::Channel& channel, int rank, int num_ranks,
+                       const std::vector<OwnBuffer>& buffers, base::Deadline deadline) {
   check_buffers(buffers, num_ranks);
   check_apart(buffers);
+  for (std::size_t i = 0; i < buffers.size(); ++i) source.check_buffer(buffers[i], i);
   std::vector<std::int64_t> own;
   std::int64_t room = INT64_MAX;
-  for (const HostBuffer& buffer : buffers) {
+  for (const OwnBuffer& buffer : buffers) {
     const std::int64_t head = head_of(buffer);
     own.push_back(buffer.bytes);
     own.push_back(head);
@@ -94,8 +89,8 @@ OwnBuffers::OwnBuffers(comm::Channel& channel, int rank, int num_ranks,
       base::mix_digest(static_cast<std::uint64_t>(base::now_ns()),
                        reinterpret_cast<std::uintptr_t>(&own) + static_cast<std::uintptr_t>(rank));
   const std::int64_t last = room - static_cast<std::int64_t>(sizeof word);
-  std::memcpy(mine, &word, sizeof word);
-  std::memcpy(mine + last, &word, sizeof word);
+  source.write_word(mine, word);
+  source.write_word(mine + last, word);
   own.push_back(static_cast<std::int64_t>(word));
   const auto values = channel.all_gather_values(own, deadline, "Allocator of own buffers");
   for (int other = 1; other < num_ranks; ++other) {
@@ -107,7 +102,9 @@ OwnBuffers::OwnBuffers(comm::Channel& channel, int rank, int num_ranks,
     const auto expected =
         static_cast<std::uint64_t>(values[static_cast<std::size_t>(other + 1) * own.size() - 1]);
     const std::byte* start = starts_[static_cast<std::size_t>(other)];
-    if (read_word(start) != expected || read_word(start + last) != expected) unseen = other;
+    if (source.read_word(start) != expected || source.read_word(start + last) != expected) {
+      unseen = other;
+    }
   }
   const auto verdicts = channel.all_gather_values({unseen}, deadline, "Allocator of own buffers");
   for (std::size_t other = 0; other < verdicts.size(); ++other) {

@@ -13,6 +13,7 @@
 #include "comm/group.h"
 #include "fanfold/allocator.h"
 #include "memory/arena.h"
+#include "memory/window_source.h"
 
 namespace fanfold::memory {
 
@@ -22,8 +23,8 @@ class OwnBuffers {
  public:
   /// Collective: proves that all ranks mean the same memory.
   /// @throws InvalidArgument  as Allocator's constructor
-  OwnBuffers(comm::Channel& channel, int rank, int num_ranks,
-             const std::vector<HostBuffer>& buffers, base::Deadline deadline);
+  OwnBuffers(WindowSource& source, comm::Channel& channel, int rank, int num_ranks,
+             const std::vector<OwnBuffer>& buffers, base::Deadline deadline);
 
   /// Windows of at least `bytes` for the block `id`; nothing if there is no room.
   std::optional<comm::Windows> take(std::int64_t id, std::int64_t bytes);

@@ -70,9 +70,12 @@ AllocatorStats Ledger::stats() const {
 
 }  // namespace memory
 
-SymmetricMemory::Block::Block(comm::Windows windows_, std::int64_t id_,
+SymmetricMemory::Block::Block(comm::Windows windows_, std::int64_t id_, AllocatorMemory memory_,
                               std::shared_ptr<memory::Ledger> ledger_)
-    : windows(std::move(windows_)), id(id_), ledger(std::move(ledger_)) {}
+    : windows(std::move(windows_)),
+      id(id_),
+      memory(std::move(memory_)),
+      ledger(std::move(ledger_)) {}
 
 SymmetricMemory::Block::~Block() {
   if (!is_freed) ledger->drop_block(id, bytes());
@@ -108,6 +111,45 @@ std::byte* SymmetricMemory::data(int rank) const {
     throw InvalidArgument(base::str("rank: expected 0 to ", num_ranks() - 1, ", got ", rank));
   }
   return block.windows[static_cast<std::size_t>(rank)]->data();
+}
+
+AllocatorMemory SymmetricMemory::memory() const { return checked(block_).memory; }
+
+TensorView SymmetricMemory::tensor(int rank, DType dtype, const std::vector<std::int64_t>& shape,
+                                   std::int64_t offset_bytes) const {
+  std::byte* const start = data(rank);
+  if (shape.size() > static_cast<std::size_t>(TensorView::kMaxDims)) {
+    throw InvalidArgument(base::str("shape: expected at most ", TensorView::kMaxDims,
+                                    " dimensions, got ", shape.size()));
+  }
+  TensorView view;
+  view.dtype = dtype;
+  view.ndim = static_cast<int>(shape.size());
+  std::int64_t count = 1;
+  for (std::size_t dim = shape.size(); dim-- > 0;) {
+    view.shape[dim] = shape[dim];
+    view.strides[dim] = count;
+    if (shape[dim] < 0 || __builtin_mul_overflow(count, shape[dim], &count)) {
+      throw InvalidArgument(
+          base::str("shape: expected extents of 0 or more whose product is a "
+                    "number of 64 bits, got ",
+                    shape[dim], " in dimension ", dim));
+    }
+  }
+  const std::int64_t room = bytes() - offset_bytes;
+  if (offset_bytes < 0 || room < 0 || count > room / size_of(dtype)) {
+    throw InvalidArgument(base::str("tensor: expected ", count, " elements of ", name_of(dtype),
+                                    " within the window of ", bytes(), " bytes, got offset_bytes ",
+                                    offset_bytes));
+  }
+  if (offset_bytes % size_of(dtype) != 0) {
+    throw InvalidArgument(
+        base::str("offset_bytes: expected a multiple of ", size_of(dtype), ", got ", offset_bytes));
+  }
+  view.data = start + offset_bytes;
+  view.device = checked(block_).memory.device;
+  view.device_index = checked(block_).memory.device_index;
+  return view;
 }
 
 }  // namespace fanfold

@@ -45,7 +45,8 @@ class Ledger {
 /// what is left of the old one cannot free it. Threads: released by any; otherwise as its
 /// allocator.
 struct SymmetricMemory::Block {
-  Block(comm::Windows windows, std::int64_t id, std::shared_ptr<memory::Ledger> ledger);
+  Block(comm::Windows windows, std::int64_t id, AllocatorMemory memory,
+        std::shared_ptr<memory::Ledger> ledger);
   /// Counts the block as dropped if it was not freed.
   ~Block();
   Block(const Block&) = delete;
@@ -55,6 +56,7 @@ struct SymmetricMemory::Block {
 
   comm::Windows windows;
   std::int64_t id;  // the same on every rank, never given twice by one allocator
+  AllocatorMemory memory;
   std::shared_ptr<memory::Ledger> ledger;
   bool is_freed = false;
 };

@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "gpu/device_context.h"
+
+#include <array>
+
+#include "base/format.h"
+#include "fanfold/error.h"
+
+namespace fanfold::gpu {
+namespace {
+
+CUdeviceptr address_of(const std::byte* data) noexcept {
+  return static_cast<CUdeviceptr>(reinterpret_cast<std::uintptr_t>(data));
+}
+
+}  // namespace
+
+/// Makes the context current while it lives; then the caller's is again.
+class DeviceContext::Current {
+ public:
+  Current(const Driver& driver, CUcontext context) : driver_(driver) {
+    driver_.check(driver_.cuCtxPushCurrent(context), "cuCtxPushCurrent");
+  }
+  ~Current() {
+    CUcontext popped = nullptr;
+    (void)driver_.cuCtxPopCurrent(&popped);
+  }
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+
+ private:
+  const Driver& driver_;
+};
+
+/// A stream that waits for no other, not even for the legacy one.
+class DeviceContext::OwnStream {
+ public:
+  explicit OwnStream(const Driver& driver) : driver_(driver) {
+    driver_.check(driver_.cuStreamCreate(&stream_, CU_STREAM_NON_BLOCKING), "cuStreamCreate");
+  }
+  ~OwnStream() { (void)driver_.cuStreamDestroy(stream_); }
+  OwnStream(const OwnStream&) = delete;
+  OwnStream& operator=(const OwnStream&) = delete;
+
+  CUstream get() const noexcept { return stream_; }
+  void wait() const { driver_.check(driver_.cuStreamSynchronize(stream_), "cuStreamSynchronize"); }
+
+ private:
+  const Driver& driver_;
+  CUstream stream_ = nullptr;
+};
+
+DeviceContext::DeviceContext(int device) : driver_(Driver::get()), device_(device) {
+  int num_devices = 0;
+  driver_.check(driver_.cuDeviceGetCount(&num_devices), "cuDeviceGetCount");
+  if (device < 0 || device >= num_devices) {
+    throw Unsupported(base::str("device: expected 0 to ", num_devices - 1, ", got ", device));
+  }
+  driver_.check(driver_.cuDeviceGet(&handle_, device), "cuDeviceGet");
+  if (!has(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)) {
+    throw Unsupported(
+        base::str("device ", device, ": expected one with virtual memory management"));
+  }
+  std::array<char, 32> bus_id{};
+  driver_.check(driver_.cuDeviceGetPCIBusId(bus_id.data(), bus_id.size(), handle_),
+                "cuDeviceGetPCIBusId");
+  pci_bus_id_ = bus_id.data();
+  driver_.check(driver_.cuDevicePrimaryCtxRetain(&context_, handle_), "cuDevicePrimaryCtxRetain");
+}
+
+DeviceContext::~DeviceContext() { (void)driver_.cuDevicePrimaryCtxRelease(handle_); }
+
+bool DeviceContext::has(CUdevice_attribute attribute) const {
+  int value = 0;
+  driver_.check(driver_.cuDeviceGetAttribute(&value, attribute, handle_), "cuDeviceGetAttribute");
+  return value != 0;
+}
+
+void DeviceContext::zero(std::byte* data, std::int64_t bytes) const {
+  const Current current(driver_, context_);
+  const OwnStream stream(driver_);
+  driver_.check(
+      driver_.cuMemsetD8Async(address_of(data), 0, static_cast<std::size_t>(bytes), stream.get()),
+      base::str("cuMemsetD8Async of ", bytes, " bytes"));
+  stream.wait();
+}
+
+std::uint64_t DeviceContext::read_word(const std::byte* data) const {
+  const Current current(driver_, context_);
+  const OwnStream stream(driver_);
+  std::uint64_t word = 0;
+  driver_.check(driver_.cuMemcpyDtoHAsync(&word, address_of(data), sizeof word, stream.get()),
+                "cuMemcpyDtoHAsync");
+  stream.wait();
+  return word;
+}
+
+void DeviceContext::write_word(std::byte* data, std::uint64_t word) const {
+  const Current current(driver_, context_);
+  const OwnStream stream(driver_);
+  driver_.check(driver_.cuMemcpyHtoDAsync(address_of(data), &word, sizeof word, stream.get()),
+                "cuMemcpyHtoDAsync");
+  stream.wait();
+}
+
+std::byte* DeviceContext::allocate(std::int64_t bytes) const {
+  const Current current(driver_, context_);
+  CUdeviceptr address = 0;
+  driver_.check(driver_.cuMemAlloc(&address, static_cast<std::size_t>(bytes)),
+                base::str("cuMemAlloc of ", bytes, " bytes on device ", device_));
+  return reinterpret_cast<std::byte*>(static_cast<std::uintptr_t>(address));
+}
+
+void DeviceContext::free(std::byte* data) const noexcept {
+  try {
+    const Current current(driver_, context_);
+    (void)driver_.cuMemFree(address_of(data));
+  } catch (const std::exception&) {
+    // The context is gone, and its memory with it.
+  }
+}
+
+bool DeviceContext::is_device_memory(const std::byte* data) const {
+  unsigned int type = 0;
+  const CUresult result =
+      driver_.cuPointerGetAttribute(&type, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address_of(data));
+  return result == CUDA_SUCCESS && type == CU_MEMORYTYPE_DEVICE;
+}
+
+}  // namespace fanfold::gpu

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The CUDA driver, found at run time: nothing links it, so that all of the library loads where
+// there is none.
+
+#include <cuda.h>
+
+#include <string>
+
+namespace fanfold::gpu {
+
+// All that the library calls. Where the driver has several versions of a function, cuda.h names the
+// one meant.
+#define FANFOLD_DRIVER_FUNCTIONS(X) \
+  X(cuInit)                         \
+  X(cuGetErrorName)                 \
+  X(cuGetErrorString)               \
+  X(cuDeviceGet)                    \
+  X(cuDeviceGetCount)               \
+  X(cuDeviceGetAttribute)           \
+  X(cuDeviceGetPCIBusId)            \
+  X(cuDevicePrimaryCtxRetain)       \
+  X(cuDevicePrimaryCtxRelease)      \
+  X(cuCtxPushCurrent)               \
+  X(cuCtxPopCurrent)                \
+  X(cuStreamCreate)                 \
+  X(cuStreamDestroy)                \
+  X(cuStreamSynchronize)            \
+  X(cuMemGetAllocationGranularity)  \
+  X(cuMemCreate)                    \
+  X(cuMemRelease)                   \
+  X(cuMemExportToShareableHandle)   \
+  X(cuMemImportFromShareableHandle) \
+  X(cuMemAddressReserve)            \
+  X(cuMemAddressFree)               \
+  X(cuMemMap)                       \
+  X(cuMemUnmap)                     \
+  X(cuMemSetAccess)                 \
+  X(cuMemAlloc)                     \
+  X(cuMemFree)                      \
+  X(cuMemcpyHtoDAsync)              \
+  X(cuMemcpyDtoHAsync)              \
+  X(cuMemsetD8Async)                \
+  X(cuPointerGetAttribute)
+
+/// Pointers to the driver's functions.
+struct Driver {
+#define FANFOLD_DRIVER_FIELD(name) decltype(&::name) name = nullptr;
+  FANFOLD_DRIVER_FUNCTIONS(FANFOLD_DRIVER_FIELD)
+#undef FANFOLD_DRIVER_FIELD
+
+  /// The driver of this process, loaded and initialised on first use. Any thread.
+  /// @throws Unsupported  there is none, it is too old, or it has no device; the next call tries
+  ///         again.
+  static const Driver& get();
+
+  /// @throws OutOfMemory  the device has no memory left.
+  /// @throws CudaFailure  `result` is another failure; the text is `step` and the driver's words.
+  void check(CUresult result, const std::string& step) const;
+  /// "CUDA_ERROR_NOT_PERMITTED (operation not permitted)".
+  std::string describe(CUresult result) const;
+};
+
+}  // namespace fanfold::gpu

@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// GPU memory as a kind of symmetric memory. No CUDA here: a build without it has no_gpu.cpp.
+
+#include <memory>
+
+#include "base/clock.h"
+#include "comm/group.h"
+#include "fanfold/allocator.h"
+#include "memory/window_source.h"
+
+namespace fanfold::gpu {
+
+/// Collective; allocates nothing. Borrows `group`.
+/// @throws Unsupported      no driver, no such device, no GPU backend (on every rank).
+/// @throws InvalidArgument  the ranks give different kinds, or one twice (on every rank).
+std::unique_ptr<memory::WindowSource> make_memory_source(comm::Group& group,
+                                                         const GpuMemoryConfig& config,
+                                                         base::Deadline deadline);
+
+}  // namespace fanfold::gpu
