@@ -20,14 +20,20 @@
 namespace fanfold::python {
 namespace {
 
+const char* name_of_device(DeviceType device) { return device == DeviceType::kCpu ? "CPU" : "GPU"; }
+
+/// The device that tensors over the memory say they are on.
+DeviceType device_of_tensors(const AllocatorMemory& memory) {
+  return memory.is_host_accessible ? DeviceType::kCpu : memory.device;
+}
+
 std::vector<OwnBuffer> to_buffers(Arguments& args, nb::handle values, DeviceType device) {
   Framework framework{};
   std::vector<OwnBuffer> buffers;
   for (const TensorView& view : args.views(values, "buffers", framework)) {
     if (view.device != device || !view.is_contiguous()) {
-      throw InvalidArgument(std::string("buffers: expected contiguous tensors on ") +
-                            (device == DeviceType::kCpu ? "the CPU, got " : "the GPU, got ") +
-                            view.describe());
+      throw InvalidArgument(std::string("buffers: expected contiguous ") + name_of_device(device) +
+                            " tensors, got " + view.describe());
     }
     buffers.push_back(
         {static_cast<std::byte*>(view.data), view.num_elements() * size_of(view.dtype)});
@@ -70,7 +76,8 @@ std::shared_ptr<nb::object> keep(nb::object object) {
           }};
 }
 
-std::shared_ptr<std::byte> call_source(const nb::object& source, std::int64_t num_bytes) {
+std::shared_ptr<std::byte> call_source(const nb::object& source, std::int64_t num_bytes,
+                                       DeviceType device) {
   const nb::gil_scoped_acquire gil;
   nb::object tensor;
   try {
@@ -82,9 +89,10 @@ std::shared_ptr<std::byte> call_source(const nb::object& source, std::int64_t nu
   Arguments args;
   const TensorView view = args.output(tensor, "private memory");
   const std::int64_t given = view.num_elements() * size_of(view.dtype);
-  if (view.device != DeviceType::kCpu || !view.is_contiguous() || given < num_bytes) {
-    throw InvalidArgument("private memory: expected a contiguous CPU tensor of " +
-                          std::to_string(num_bytes) + " bytes or more, got " + view.describe());
+  if (view.device != device || !view.is_contiguous() || given < num_bytes) {
+    throw InvalidArgument(std::string("private memory: expected a contiguous ") +
+                          name_of_device(device) + " tensor of " + std::to_string(num_bytes) +
+                          " bytes or more, got " + view.describe());
   }
   return {keep(std::move(tensor)), static_cast<std::byte*>(view.data)};
 }
@@ -94,8 +102,9 @@ void set_private_memory(Allocator& self, nb::object source) {
     self.set_private_memory({});
     return;
   }
-  self.set_private_memory([kept = keep(std::move(source))](std::int64_t num_bytes) {
-    return call_source(*kept, num_bytes);
+  const DeviceType device = device_of_tensors(self.memory());
+  self.set_private_memory([kept = keep(std::move(source)), device](std::int64_t num_bytes) {
+    return call_source(*kept, num_bytes, device);
   });
 }
 
@@ -200,7 +209,7 @@ Raises:
 
 Args:
     source: called with a number of bytes when an AllToAll is made, on its thread; returns a
-        writable contiguous CPU tensor of as many bytes or more, which begins on a multiple of 128
+        writable contiguous tensor, on the memory's kind of device, of as many bytes or more, which begins on a multiple of 128
         bytes and is kept until the memory is given back. None: the system.
 
 Raises, from the AllToAll and on every rank:

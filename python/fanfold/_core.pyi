@@ -342,7 +342,7 @@ class Allocator:
 
         Args:
             source: called with a number of bytes when an AllToAll is made, on its thread; returns a
-                writable contiguous CPU tensor of as many bytes or more, which begins on a multiple of 128
+                writable contiguous tensor, on the memory's kind of device, of as many bytes or more, which begins on a multiple of 128
                 bytes and is kept until the memory is given back. None: the system.
 
         Raises, from the AllToAll and on every rank:
