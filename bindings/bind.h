@@ -11,6 +11,7 @@ void bind_errors(nanobind::module_& m);
 void bind_communicator(nanobind::module_& m);
 void bind_allocator(nanobind::module_& m);
 void bind_gpu_memory(nanobind::module_& m);
+void bind_memory_pool(nanobind::module_& m);
 void bind_received(nanobind::module_& m);
 void bind_records(nanobind::module_& m);
 void bind_all_to_all(nanobind::module_& m);

@@ -15,6 +15,7 @@ NB_MODULE(_core, m) {
   fanfold::python::bind_communicator(m);
   fanfold::python::bind_gpu_memory(m);
   fanfold::python::bind_allocator(m);
+  fanfold::python::bind_memory_pool(m);
   fanfold::python::bind_received(m);
   fanfold::python::bind_records(m);
   fanfold::python::bind_all_to_all(m);

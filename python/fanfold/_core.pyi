@@ -350,6 +350,42 @@ class Allocator:
             InvalidArgument: what `source` returned does not fit.
         """
 
+class MemoryPool:
+    """
+    Divides one rank's window of a block: equal calls in equal order give equal offsets on every rank. Any thread may call it.
+    """
+
+    def __init__(self, memory: SymmetricMemory, rank: int) -> None:
+        """Local. The whole window of `rank` belongs to the pool from now on."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the window."""
+
+    @property
+    def bytes_in_use(self) -> int: ...
+
+    @property
+    def num_in_use(self) -> int:
+        """Parts given out."""
+
+    def offset_of(self, tensor: Any) -> int:
+        """
+        Where a tensor of the pool begins in the window, in bytes: its peers lie there in the
+        windows of the other ranks.
+
+        Raises:
+            InvalidArgument: the tensor is not of this pool.
+        """
+
+    def give_to_torch(self) -> tuple[str, str]:
+        """
+        Gives the pool to torch; returns the names of its C functions in this module.
+        """
+
+    def take_from_torch(self) -> None:
+        """Takes it back. Raises InvalidState while a part is in use."""
+
 class Round:
     """One dispatch that waits for its combine."""
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from fanfold import _core
-from fanfold.errors import InvalidState
+from fanfold.errors import InvalidArgument, InvalidState
 
 
 def from_torch(group: Any = None, *, timeout_s: float = 60.0) -> _core.Communicator:
@@ -48,3 +48,64 @@ def from_torch(group: Any = None, *, timeout_s: float = 60.0) -> _core.Communica
         barrier=barrier,
         timeout_s=timeout_s,
     )
+
+
+class TorchMemoryPool:
+    """A ``torch.cuda.MemPool`` whose tensors lie in symmetric GPU memory. Not yet run on a GPU.
+
+    Tensors that all ranks allocate alike have equal offsets in their windows, so that each rank's
+    peers can be reached: ``memory.tensor(rank, dtype, shape, offset_bytes=pool.offset_of(mine))``.
+
+    Args:
+        memory: a block of an ``Allocator(comm, device="cuda")``; nothing else may use this rank's
+            window of it.
+        rank: this rank.
+
+    Raises:
+        InvalidArgument: the block lies in host memory.
+        InvalidState: torch uses eight pools already.
+    """
+
+    def __init__(self, memory: _core.SymmetricMemory, rank: int) -> None:
+        import torch
+
+        if not memory.memory.device.startswith("cuda"):
+            raise InvalidArgument("memory: expected a block of GPU memory, got one on the CPU")
+        self._parts = _core.MemoryPool(memory, rank)
+        allocate, free = self._parts.give_to_torch()
+        self._is_attached = True
+        try:
+            # The caching allocator frees through these functions when the MemPool goes.
+            functions = torch.cuda.memory.CUDAPluggableAllocator(_core.__file__, allocate, free)
+            self._pool: Any = torch.cuda.MemPool(functions.allocator())
+        except BaseException:
+            self._parts.take_from_torch()
+            raise
+        self._functions = functions
+
+    @property
+    def pool(self) -> Any:
+        """The ``torch.cuda.MemPool``, for ``torch.cuda.use_mem_pool``; keep no reference to it."""
+        if self._pool is None:
+            raise InvalidState("pool: the memory pool is closed")
+        return self._pool
+
+    @property
+    def bytes_in_use(self) -> int:
+        """What torch holds of the window; its caching allocator keeps what tensors gave back."""
+        return self._parts.bytes_in_use
+
+    def offset_of(self, tensor: Any) -> int:
+        """Where a tensor of the pool begins in the window, in bytes; the same in every window."""
+        return self._parts.offset_of(tensor)
+
+    def close(self) -> None:
+        """Take the window back from torch.
+
+        Raises:
+            InvalidState: a tensor of the pool still lives; call again when it is gone.
+        """
+        self._pool = None
+        if self._is_attached:
+            self._parts.take_from_torch()
+            self._is_attached = False
