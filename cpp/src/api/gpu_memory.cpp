@@ -60,7 +60,7 @@ void FabricMemory::close(std::optional<std::chrono::nanoseconds> timeout) {
   try {
     communicator_->channel().barrier(communicator_->deadline(timeout));
   } catch (const PeerLost&) {
-    // Who is gone uses the windows no more.
+    return;  // who is gone uses the windows no more
   }
 }
 

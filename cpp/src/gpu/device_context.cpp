@@ -5,15 +5,9 @@
 
 #include "base/format.h"
 #include "fanfold/error.h"
+#include "gpu/address.h"
 
 namespace fanfold::gpu {
-namespace {
-
-CUdeviceptr address_of(const std::byte* data) noexcept {
-  return static_cast<CUdeviceptr>(reinterpret_cast<std::uintptr_t>(data));
-}
-
-}  // namespace
 
 /// Makes the context current while it lives; then the caller's is again.
 class DeviceContext::Current {
@@ -32,22 +26,30 @@ class DeviceContext::Current {
   const Driver& driver_;
 };
 
-/// A stream that waits for no other, not even for the legacy one.
+/// A stream that waits for no other, not even for the legacy one. What was enqueued has ended when
+/// it ends, even if waiting failed once: the memory may be unmapped next.
 class DeviceContext::OwnStream {
  public:
   explicit OwnStream(const Driver& driver) : driver_(driver) {
     driver_.check(driver_.cuStreamCreate(&stream_, CU_STREAM_NON_BLOCKING), "cuStreamCreate");
   }
-  ~OwnStream() { (void)driver_.cuStreamDestroy(stream_); }
+  ~OwnStream() {
+    if (!is_idle_) (void)driver_.cuStreamSynchronize(stream_);
+    (void)driver_.cuStreamDestroy(stream_);
+  }
   OwnStream(const OwnStream&) = delete;
   OwnStream& operator=(const OwnStream&) = delete;
 
   CUstream get() const noexcept { return stream_; }
-  void wait() const { driver_.check(driver_.cuStreamSynchronize(stream_), "cuStreamSynchronize"); }
+  void wait() {
+    driver_.check(driver_.cuStreamSynchronize(stream_), "cuStreamSynchronize");
+    is_idle_ = true;
+  }
 
  private:
   const Driver& driver_;
   CUstream stream_ = nullptr;
+  bool is_idle_ = false;
 };
 
 DeviceContext::DeviceContext(int device) : driver_(Driver::get()), device_(device) {
@@ -78,7 +80,7 @@ bool DeviceContext::has(CUdevice_attribute attribute) const {
 
 void DeviceContext::zero(std::byte* data, std::int64_t bytes) const {
   const Current current(driver_, context_);
-  const OwnStream stream(driver_);
+  OwnStream stream(driver_);
   driver_.check(
       driver_.cuMemsetD8Async(address_of(data), 0, static_cast<std::size_t>(bytes), stream.get()),
       base::str("cuMemsetD8Async of ", bytes, " bytes"));
@@ -87,7 +89,7 @@ void DeviceContext::zero(std::byte* data, std::int64_t bytes) const {
 
 std::uint64_t DeviceContext::read_word(const std::byte* data) const {
   const Current current(driver_, context_);
-  const OwnStream stream(driver_);
+  OwnStream stream(driver_);
   std::uint64_t word = 0;
   driver_.check(driver_.cuMemcpyDtoHAsync(&word, address_of(data), sizeof word, stream.get()),
                 "cuMemcpyDtoHAsync");
@@ -97,7 +99,7 @@ std::uint64_t DeviceContext::read_word(const std::byte* data) const {
 
 void DeviceContext::write_word(std::byte* data, std::uint64_t word) const {
   const Current current(driver_, context_);
-  const OwnStream stream(driver_);
+  OwnStream stream(driver_);
   driver_.check(driver_.cuMemcpyHtoDAsync(address_of(data), &word, sizeof word, stream.get()),
                 "cuMemcpyHtoDAsync");
   stream.wait();
@@ -108,16 +110,15 @@ std::byte* DeviceContext::allocate(std::int64_t bytes) const {
   CUdeviceptr address = 0;
   driver_.check(driver_.cuMemAlloc(&address, static_cast<std::size_t>(bytes)),
                 base::str("cuMemAlloc of ", bytes, " bytes on device ", device_));
-  return reinterpret_cast<std::byte*>(static_cast<std::uintptr_t>(address));
+  return data_at(address);
 }
 
 void DeviceContext::free(std::byte* data) const noexcept {
-  try {
-    const Current current(driver_, context_);
-    (void)driver_.cuMemFree(address_of(data));
-  } catch (const std::exception&) {
-    // The context is gone, and its memory with it.
-  }
+  // Without the context its memory is gone as well.
+  if (driver_.cuCtxPushCurrent(context_) != CUDA_SUCCESS) return;
+  (void)driver_.cuMemFree(address_of(data));
+  CUcontext popped = nullptr;
+  (void)driver_.cuCtxPopCurrent(&popped);
 }
 
 bool DeviceContext::is_device_memory(const std::byte* data) const {

@@ -63,8 +63,8 @@ Driver load() {
 }  // namespace
 
 const Driver& Driver::get() {
-  static const Driver driver = load();
-  return driver;
+  static const Driver kDriver = load();
+  return kDriver;
 }
 
 std::string Driver::describe(CUresult result) const {

@@ -46,6 +46,7 @@ namespace fanfold::gpu {
 
 /// Pointers to the driver's functions.
 struct Driver {
+// NOLINTNEXTLINE(bugprone-macro-parentheses): declares the name
 #define FANFOLD_DRIVER_FIELD(name) decltype(&::name) name = nullptr;
   FANFOLD_DRIVER_FUNCTIONS(FANFOLD_DRIVER_FIELD)
 #undef FANFOLD_DRIVER_FIELD

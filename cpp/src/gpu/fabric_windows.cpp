@@ -227,8 +227,7 @@ MemoryHandle Attempt::import(const Ticket& ticket) {
   void* in = blob.data();
   if (kind_ == HandleKind::kFileDescriptor) {
     fd = received_[index(ticket.rank)].take_fd(0);
-    // The driver takes the number itself where a pointer is expected.
-    in = reinterpret_cast<void*>(static_cast<std::intptr_t>(fd.get()));
+    in = pointer_of(fd.get());
   }
   driver_.check(driver_.cuMemImportFromShareableHandle(&handle, in, handle_type(kind_)),
                 base::str("cuMemImportFromShareableHandle of rank ", ticket.rank, "'s memory"));

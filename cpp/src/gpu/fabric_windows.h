@@ -12,6 +12,7 @@
 #include "base/clock.h"
 #include "comm/group.h"
 #include "fanfold/allocator.h"
+#include "gpu/address.h"
 #include "gpu/device_context.h"
 #include "gpu/handles.h"
 
@@ -31,8 +32,7 @@ class FabricWindows {
   void allow(int device);
 
   std::byte* data(int rank) const noexcept {
-    return reinterpret_cast<std::byte*>(
-        static_cast<std::uintptr_t>(range_.begin() + static_cast<std::size_t>(rank) * stride_));
+    return data_at(range_.begin() + static_cast<std::size_t>(rank) * stride_);
   }
   std::int64_t bytes() const noexcept { return static_cast<std::int64_t>(stride_); }
 

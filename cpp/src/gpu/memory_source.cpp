@@ -109,6 +109,9 @@ std::unique_ptr<memory::WindowSource> make_memory_source(comm::Group& group,
     context = std::make_shared<const DeviceContext>(config.device);
   } catch (...) {
     failure = comm::Failure::current(group.rank());
+    if (failure->kind == comm::Failure::Kind::kUnsupported) {
+      failure->message = base::str("rank ", group.rank(), ": ", failure->message);
+    }
   }
   const auto all = group.exchange("Allocator of GPU memory", std::move(own), failure, deadline);
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
