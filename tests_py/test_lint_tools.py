@@ -182,7 +182,7 @@ def test_clang_tidy_runs_again_when_a_header_two_includes_away_changed(tmp_path,
     source.write_text('#include "b.h"\n')
     header.write_text('#include "c.h"\n')
     far.write_text("int x;\n")
-    unit = tidy.Unit(Path(source), f"c++ -I{tmp_path} -c a.cpp")
+    unit = tidy.Unit(Path(source), f"c++ -I{tmp_path} -c a.cpp", tmp_path)
     before = tidy.key(unit, b"")
     assert tidy.key(unit, b"") == before
     far.write_text("int y;\n")

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+import check_kernels
 import check_layers
 import check_text
 import tidy
@@ -57,6 +58,7 @@ def check_rules() -> int:
             text = (ROOT / path).read_text(encoding="utf-8")
             findings += check_text.check_file(path, text)
             findings += check_layers.check_file(path, text)
+            findings += check_kernels.check_file(path, text)
     findings += unlisted_sources(repository_files())
     return report(findings)
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Runs clang-tidy over the sources as preset cpu compiles them, skipping what has not changed.
+"""Runs clang-tidy as presets cpu and sim compile the sources, skipping what has not changed.
 
 A file is checked again when it, a header of ours that it includes (directly or not), its compile
 command, .clang-tidy or the version of clang-tidy changed. Results are kept in build/lint-cache.
@@ -25,7 +25,9 @@ from pathlib import Path
 
 from lint_support import ROOT, tool
 
-BUILD = ROOT / "build" / "tidy"
+# Presets and where their compile commands go. A file that several compile is checked as the first
+# does.
+BUILDS = {"cpu": ROOT / "build" / "tidy", "sim": ROOT / "build" / "tidy-sim"}
 CACHE = ROOT / "build" / "lint-cache" / "tidy"
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
@@ -36,6 +38,7 @@ class Unit:
 
     source: Path
     command: str
+    build: Path
 
     def include_dirs(self) -> list[Path]:
         words = shlex.split(self.command)
@@ -45,21 +48,24 @@ class Unit:
 
 def configure() -> None:
     """Brings the compile commands up to date, each file by itself; nothing is compiled."""
-    command = ["cmake", "--preset", "cpu", "-B", str(BUILD)]
-    command += ["-DCMAKE_UNITY_BUILD=OFF", "-DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    for preset, build in BUILDS.items():
+        command = ["cmake", "--preset", preset, "-B", str(build)]
+        command += ["-DCMAKE_UNITY_BUILD=OFF", "-DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON"]
+        command += ["-DFANFOLD_BUILD_PYTHON=OFF"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
 
 
 def units() -> list[Unit]:
     """Our own translation units, generated ones left out."""
-    entries = json.loads((BUILD / "compile_commands.json").read_text(encoding="utf-8"))
-    found = {}
-    for entry in entries:
-        source = Path(entry["file"])
-        if source.is_relative_to(ROOT) and not source.is_relative_to(ROOT / "build"):
-            found.setdefault(source, Unit(source, entry["command"]))
+    found: dict[Path, Unit] = {}
+    for build in BUILDS.values():
+        entries = json.loads((build / "compile_commands.json").read_text(encoding="utf-8"))
+        for entry in entries:
+            source = Path(entry["file"])
+            if source.is_relative_to(ROOT) and not source.is_relative_to(ROOT / "build"):
+                found.setdefault(source, Unit(source, entry["command"], build))
     return [found[source] for source in sorted(found)]
 
 
@@ -114,7 +120,7 @@ def salt() -> bytes:
 def check(unit: Unit, stamp: Path) -> str:
     """Runs clang-tidy on one unit; returns its complaints and leaves a stamp if there are none."""
     done = subprocess.run(
-        [tool("clang-tidy"), "--quiet", "-p", str(BUILD), str(unit.source)],
+        [tool("clang-tidy"), "--quiet", "-p", str(unit.build), str(unit.source)],
         cwd=ROOT,
         capture_output=True,
         text=True,

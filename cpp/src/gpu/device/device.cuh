@@ -8,18 +8,15 @@
 // Memory order, for all of the words below (uint32_t or uint64_t, naturally aligned, in global
 // memory: the device's own, a peer's, or page-locked memory of the host):
 //
-//   st_release_*   all that this thread wrote, and all that it had seen through a barrier or an
-//                  acquire, is visible to whoever reads this value by ld_acquire_*, or by
-//                  ld_relaxed_* followed by fence_acq_rel_*. Its partner is that load.
-//   ld_acquire_*   the partner of st_release_*, of fence_acq_rel_* before st_relaxed_*, and of
-//                  atom_add_acq_rel_* and atom_cas_acq_rel_*.
-//   *_relaxed_*    atomic, and no order at all. A store needs a fence before it, a load one after
-//   it,
-//                  if it is to say that other data is there.
-//   atom_*_acq_rel_*  both at once. A chain of them is one release: the last of many adders has
-//   seen
-//                  what all of them wrote before they added.
-//   fence_acq_rel_*   one fence and many relaxed stores cost less than many releases.
+// - st_release_*: what this thread wrote, and what it had seen through a barrier or an acquire,
+//   is visible to whoever reads this value. Partner: ld_acquire_*, or ld_relaxed_* with a fence
+//   after it.
+// - ld_acquire_*: partner of st_release_*, of a fence before st_relaxed_*, of atom_*_acq_rel_*.
+// - *_relaxed_*: atomic, and no order at all. To say that other data is there, a store needs a
+//   fence before it, and a load one after it.
+// - atom_*_acq_rel_*: both at once. A chain of them is one release: the last of many adders has
+//   seen what all of them wrote before they added. Partner: each other, or as above.
+// - fence_acq_rel_*: as above. One fence and many relaxed stores cost less than many releases.
 //
 // The scope must cover both partners: _gpu for threads of one device, _sys for peers and the host.
 // __syncthreads, __syncwarp and barrier_sync carry the writes of all who meet there, so that one
@@ -35,8 +32,7 @@
 
 #if defined(FANFOLD_SIM)
 
-// A variable that the threads of a block share. A static byte is its key; the storage is the
-// block's.
+// A variable that a block's threads share. A static byte is its key; the block has the storage.
 #define FANFOLD_SHARED(type, name)                        \
   static const char name##_key = 0;                       \
   using name##_shared_t = type;                           \

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// What all functions of the driver API share.
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "engine.h"
+
+namespace cudasim {
+
+/// Whether cuInit was called. The simulated runtime does not call it for its users.
+bool is_driver_initialized();
+
+/// Whether `device` is one of this process.
+bool is_device(int device);
+
+/// The device's number on the machine, which several processes may share.
+int machine_number(int device);
+
+/// The clique of the fabric that the device belongs to.
+std::uint32_t clique_of(int device);
+
+/// One call of the driver API: takes the engine's lock, counts the call, lets a fault be injected.
+template <typename Body>
+CUresult driver_call(const char* name, const Body& body) {
+  const Lock lock;
+  if (const int error = injected_fault(name); error != 0) {
+    return static_cast<CUresult>(error);
+  }
+  if (!is_driver_initialized()) {
+    return CUDA_ERROR_NOT_INITIALIZED;
+  }
+  return body();
+}
+
+}  // namespace cudasim
