@@ -144,7 +144,8 @@ void bind_allocator(nb::module_& m) {
                    "offset_bytes: int = 0) -> typing.Any"),
            R"doc(A contiguous tensor over the window of `rank`, without a copy.
 
-Keeps the memory mapped while it lives.
+Keeps the memory mapped while it lives; GPU memory is unmapped once the device is idle. Work that
+was enqueued on it must have ended before the block is freed.
 
 Args:
     rank: whose window.
@@ -175,8 +176,8 @@ Args:
         rank gives all of them as it sees them: threads the same tensors, processes the same shared
         memory as mapped there. Keep them until all that was made with the allocator is closed on
         every rank and no tensor over it is held. Then creation is collective.
-    device: "cpu" for host memory; "cuda", "cuda:1" or a torch.device for memory of this rank's GPU,
-        which makes creation collective.
+    device: "cpu" for host memory; "cuda:1", a torch.device, or "cuda" (torch's current device, else
+        0) for memory of this rank's GPU, which makes creation collective.
     kinds: how ranks may come to each other's GPU memory, in the order in which to try: "fabric"
         (an NVLink domain), "file_descriptor" (one machine), "same_process" (threads). Empty: all.
     timeout_s: deadline of a collective creation in seconds.

@@ -41,6 +41,15 @@ std::optional<std::string> name_of_kind(const AllocatorMemory& memory) {
   return std::nullopt;
 }
 
+/// torch's current device, where torch is loaded and has one.
+int current_device() {
+  const nb::dict modules = nb::module_::import_("sys").attr("modules");
+  if (!modules.contains("torch")) return 0;
+  const nb::object cuda = nb::object(modules["torch"]).attr("cuda");
+  if (!nb::cast<bool>(cuda.attr("is_available")())) return 0;
+  return nb::cast<int>(cuda.attr("current_device")());
+}
+
 std::string device_of(const AllocatorMemory& memory) {
   if (memory.device == DeviceType::kCpu) return "cpu";
   return "cuda:" + std::to_string(memory.device_index);
@@ -59,6 +68,7 @@ std::optional<GpuMemoryConfig> to_gpu_memory(nb::handle device,
   const std::string prefix = "cuda";
   GpuMemoryConfig config;
   bool is_good = name.rfind(prefix, 0) == 0;
+  if (name == prefix) config.device = current_device();
   if (is_good && name.size() > prefix.size()) {
     const char* const begin = name.data() + prefix.size() + 1;
     const char* const end = name.data() + name.size();
@@ -109,7 +119,7 @@ void bind_fabric_memory(nb::module_& m) {
 Args:
     communicator: the group; its state is shared, it need not be kept.
     num_bytes: per rank; rounded up to what the driver divides memory into.
-    device: this rank's GPU: "cuda", "cuda:1" or a torch.device.
+    device: this rank's GPU: "cuda:1", a torch.device, or "cuda": torch's current one, else 0.
     kinds: as Allocator's.
     timeout_s: deadline in seconds.
 
@@ -139,8 +149,9 @@ Raises:
             self.close(to_timeout(timeout_s));
           },
           nb::kw_only(), "timeout_s"_a = nb::none(),
-          "Waits until every rank has called it or is gone, then lets go of the memory, which a\n"
-          "tensor over it still keeps mapped here. Work on the windows must have ended.");
+          "Waits until every rank has called it (not when one is gone), then lets go of the "
+          "memory,\n"
+          "which a tensor over it still keeps mapped here. Unmapping waits for the device.");
 }
 
 }  // namespace

@@ -28,6 +28,7 @@ constexpr int kNumSlots = 8;
 struct Slot {
   std::mutex mutex;  // guards `pool`: torch frees on any thread
   std::shared_ptr<MemoryPool> pool;
+  int device = 0;
 };
 
 std::array<Slot, kNumSlots>& slots() {
@@ -35,10 +36,12 @@ std::array<Slot, kNumSlots>& slots() {
   return all;
 }
 
-void* allocate_from(std::size_t slot, ssize_t bytes) noexcept {
+void* allocate_from(std::size_t slot, ssize_t bytes, int device) noexcept {
   Slot& used = slots()[slot];
   const std::lock_guard<std::mutex> lock(used.mutex);
-  return used.pool == nullptr ? nullptr : used.pool->allocate(bytes);
+  // torch asks for its current device; the window is mapped for one.
+  if (used.pool == nullptr || used.device != device) return nullptr;
+  return used.pool->allocate(bytes);
 }
 
 void free_to(std::size_t slot, void* data) noexcept {
@@ -62,6 +65,7 @@ std::pair<std::string, std::string> attach(std::shared_ptr<MemoryPool> pool) {
     Slot& slot = slots()[i];
     const std::lock_guard<std::mutex> lock(slot.mutex);
     if (slot.pool != nullptr) continue;
+    slot.device = pool->memory().memory().device_index;
     slot.pool = std::move(pool);
     return names_of(i);
   }
@@ -118,8 +122,8 @@ void bind_memory_pool(nb::module_& m) {
 
 #define FANFOLD_POOL_FUNCTIONS(slot)                                                    \
   extern "C" __attribute__((visibility("default"))) void* fanfold_pool_allocate_##slot( \
-      ssize_t bytes, int /*device*/, void* /*stream*/) {                                \
-    return fanfold::python::allocate_from(slot, bytes);                                 \
+      ssize_t bytes, int device, void* /*stream*/) {                                    \
+    return fanfold::python::allocate_from(slot, bytes, device);                         \
   }                                                                                     \
   extern "C" __attribute__((visibility("default"))) void fanfold_pool_free_##slot(      \
       void* data, ssize_t /*bytes*/, int /*device*/, void* /*stream*/) {                \

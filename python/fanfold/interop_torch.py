@@ -55,6 +55,10 @@ class TorchMemoryPool:
 
     Tensors that all ranks allocate alike have equal offsets in their windows, so that each rank's
     peers can be reached: ``memory.tensor(rank, dtype, shape, offset_bytes=pool.offset_of(mine))``.
+    torch takes whole segments, of 2 MiB for small tensors and 20 MiB or more for others: give the
+    block room for them. Equal offsets need equal calls, freeing included; what ``record_stream``
+    holds back depends on time. Allocate with the block's device current; on another one torch runs
+    out of memory. Use it in a ``with``, or call ``close``: torch can use eight pools at a time.
 
     Args:
         memory: a block of an ``Allocator(comm, device="cuda")``; nothing else may use this rank's
@@ -100,12 +104,21 @@ class TorchMemoryPool:
         return self._parts.offset_of(tensor)
 
     def close(self) -> None:
-        """Take the window back from torch.
+        """Take the window back from torch; also what its caching allocator holds unused.
 
         Raises:
             InvalidState: a tensor of the pool still lives; call again when it is gone.
         """
+        import torch
+
         self._pool = None
+        torch.cuda.empty_cache()
         if self._is_attached:
             self._parts.take_from_torch()
             self._is_attached = False
+
+    def __enter__(self) -> TorchMemoryPool:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()

@@ -20,7 +20,7 @@ namespace fanfold {
 
 /// How ranks reach each other's GPU memory, best first.
 enum class HandleKind : std::uint8_t {
-  kFabric,          ///< handles of an NVLink domain, across machines too
+  kFabric,          ///< handles of an NVLink domain (groups are of one machine in this version)
   kFileDescriptor,  ///< descriptors, on one machine
   kSameProcess,     ///< none needed: ranks that are threads of one process, also several on one GPU
 };
@@ -65,7 +65,8 @@ class FANFOLD_EXPORT SymmetricMemory {
   std::int64_t bytes() const;
   /// Start of `rank`'s window in this process; an address of the device for GPU memory.
   std::byte* data(int rank) const;
-  /// A contiguous tensor over the window of `rank` from `offset_bytes` on.
+  /// A contiguous tensor over the window of `rank` from `offset_bytes` on. GPU memory: enqueued
+  /// work on it must have ended before the block is freed.
   /// @throws InvalidArgument  it does not fit into the window, or the offset is not a multiple of
   ///         the element's size.
   TensorView tensor(int rank, DType dtype, const std::vector<std::int64_t>& shape,
@@ -128,7 +129,9 @@ class FANFOLD_EXPORT Allocator {
   Allocator(Communicator& communicator, const GpuMemoryConfig& gpu,
             std::optional<std::chrono::nanoseconds> timeout = {});
   /// GPU memory out of the caller's buffers, which lie on the devices: `buffers[r]` is rank r's as
-  /// this rank's device reaches it. Otherwise as for the host's.
+  /// this rank's device reaches it, which the caller sees to (peer access, a mapping): only that
+  /// all ranks mean the same memory is checked, by copies. Otherwise as for the host's.
+  /// @throws InvalidArgument  also: not memory of a GPU. @throws CudaFailure (on every rank)
   Allocator(Communicator& communicator, const GpuMemoryConfig& gpu,
             const std::vector<OwnBuffer>& buffers,
             std::optional<std::chrono::nanoseconds> timeout = {});
@@ -140,7 +143,8 @@ class FANFOLD_EXPORT Allocator {
 
   /// A block of at least `bytes` per rank, zeroed in its first `zero_bytes` (all of it when fresh
   /// from the system). Takes the smallest cached block that fits on every rank, else a new one.
-  /// Collective.
+  /// Collective. GPU memory: synchronizes with its own copies and fills only; not allowed in a
+  /// graph capture.
   /// @throws InvalidArgument   bytes < 1, or the ranks ask for different sizes (on every rank).
   /// @throws CapacityExceeded  the caller's buffers have no such room left (on every rank).
   /// @throws Unsupported       GPU memory: no kind of handle works; the text says why for each.
@@ -148,7 +152,8 @@ class FANFOLD_EXPORT Allocator {
   SymmetricMemory allocate(std::int64_t bytes, std::int64_t zero_bytes = 0,
                            std::optional<std::chrono::nanoseconds> timeout = {});
   /// Returns a block to the cache. Collective in effect: every rank frees the same blocks in the
-  /// same order; does not wait. Nobody may use the block's memory afterwards.
+  /// same order; does not wait. Nobody may use the block's memory afterwards, and work on it must
+  /// have ended, on every rank.
   /// @throws InvalidArgument  the block is not of this allocator or was freed before.
   void free(const SymmetricMemory& memory);
   /// Gives all cached blocks back to the system or the caller's buffers. Every rank calls it; does

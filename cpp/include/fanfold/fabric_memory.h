@@ -35,7 +35,8 @@ class FANFOLD_EXPORT FabricMemory {
   ///         on all, and nothing is left on any.
   FabricMemory(Communicator& communicator, std::int64_t bytes, const GpuMemoryConfig& gpu = {},
                std::optional<std::chrono::nanoseconds> timeout = {});
-  /// Unmaps here without waiting; the windows of others stay whole. Nobody may use them any more.
+  /// Unmaps here, once the device is idle; the windows of others stay whole. Nobody may use them
+  /// any more.
   ~FabricMemory();
   FabricMemory(FabricMemory&&) noexcept;
   FabricMemory& operator=(FabricMemory&&) noexcept;
@@ -52,8 +53,8 @@ class FANFOLD_EXPORT FabricMemory {
   const SymmetricMemory& windows() const noexcept { return memory_; }
   /// The device, the kind of handle, and why those before it were not taken.
   AllocatorMemory memory() const;
-  /// Waits until every rank has called it or is gone, then unmaps. Work on the windows must have
-  /// ended. Idempotent.
+  /// Waits until every rank has called it, then for the device, and unmaps. Does not wait for the
+  /// others when one of them is gone. Idempotent.
   /// @throws PeerTimeout  this rank's memory is released all the same.
   void close(std::optional<std::chrono::nanoseconds> timeout = {});
 

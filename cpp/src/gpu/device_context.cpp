@@ -70,7 +70,9 @@ DeviceContext::DeviceContext(int device) : driver_(Driver::get()), device_(devic
   driver_.check(driver_.cuDevicePrimaryCtxRetain(&context_, handle_), "cuDevicePrimaryCtxRetain");
 }
 
-DeviceContext::~DeviceContext() { (void)driver_.cuDevicePrimaryCtxRelease(handle_); }
+DeviceContext::~DeviceContext() {
+  if (!driver_.is_forked_child()) (void)driver_.cuDevicePrimaryCtxRelease(handle_);
+}
 
 bool DeviceContext::has(CUdevice_attribute attribute) const {
   int value = 0;
@@ -113,19 +115,29 @@ std::byte* DeviceContext::allocate(std::int64_t bytes) const {
   return data_at(address);
 }
 
+void DeviceContext::wait_idle() const noexcept {
+  if (driver_.is_forked_child() || driver_.cuCtxPushCurrent(context_) != CUDA_SUCCESS) return;
+  (void)driver_.cuCtxSynchronize();
+  CUcontext popped = nullptr;
+  (void)driver_.cuCtxPopCurrent(&popped);
+}
+
 void DeviceContext::free(std::byte* data) const noexcept {
   // Without the context its memory is gone as well.
-  if (driver_.cuCtxPushCurrent(context_) != CUDA_SUCCESS) return;
+  if (driver_.is_forked_child() || driver_.cuCtxPushCurrent(context_) != CUDA_SUCCESS) return;
   (void)driver_.cuMemFree(address_of(data));
   CUcontext popped = nullptr;
   (void)driver_.cuCtxPopCurrent(&popped);
 }
 
 bool DeviceContext::is_device_memory(const std::byte* data) const {
+  const Current current(driver_, context_);
   unsigned int type = 0;
   const CUresult result =
       driver_.cuPointerGetAttribute(&type, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address_of(data));
-  return result == CUDA_SUCCESS && type == CU_MEMORYTYPE_DEVICE;
+  if (result == CUDA_ERROR_INVALID_VALUE) return false;  // memory that CUDA does not know
+  driver_.check(result, "cuPointerGetAttribute");
+  return type == CU_MEMORYTYPE_DEVICE;
 }
 
 }  // namespace fanfold::gpu

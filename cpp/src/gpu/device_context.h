@@ -33,6 +33,9 @@ class DeviceContext {
   std::uint64_t read_word(const std::byte* data) const;
   void write_word(std::byte* data, std::uint64_t word) const;
 
+  /// Waits for all work on the device; never throws.
+  void wait_idle() const noexcept;
+
   /// Device memory; freed by `free`, which never throws.
   std::byte* allocate(std::int64_t bytes) const;
   void free(std::byte* data) const noexcept;

@@ -50,6 +50,7 @@ Driver load() {
     throw Unsupported("GPU: expected a CUDA driver of version 12.0 or later, got an older one");
   }
   Driver driver;
+  driver.guard = std::make_shared<const base::ForkGuard>();
 #define FANFOLD_DRIVER_FIND(name) find(get, #name, driver.name);
   FANFOLD_DRIVER_FUNCTIONS(FANFOLD_DRIVER_FIND)
 #undef FANFOLD_DRIVER_FIND
@@ -81,6 +82,10 @@ void Driver::check(CUresult result, const std::string& step) const {
   if (result == CUDA_SUCCESS) return;
   const std::string message = base::str(step, ": ", describe(result));
   if (result == CUDA_ERROR_OUT_OF_MEMORY) throw OutOfMemory(message);
+  if (result >= CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED &&
+      result <= CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD) {
+    throw InvalidState(message + "; expected no stream capture under way");
+  }
   throw CudaFailure(message, static_cast<int>(result));
 }
 

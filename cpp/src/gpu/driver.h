@@ -6,7 +6,10 @@
 
 #include <cuda.h>
 
+#include <memory>
 #include <string>
+
+#include "base/fork_guard.h"
 
 namespace fanfold::gpu {
 
@@ -24,6 +27,7 @@ namespace fanfold::gpu {
   X(cuDevicePrimaryCtxRelease)      \
   X(cuCtxPushCurrent)               \
   X(cuCtxPopCurrent)                \
+  X(cuCtxSynchronize)               \
   X(cuStreamCreate)                 \
   X(cuStreamDestroy)                \
   X(cuStreamSynchronize)            \
@@ -50,13 +54,17 @@ struct Driver {
 #define FANFOLD_DRIVER_FIELD(name) decltype(&::name) name = nullptr;
   FANFOLD_DRIVER_FUNCTIONS(FANFOLD_DRIVER_FIELD)
 #undef FANFOLD_DRIVER_FIELD
+  std::shared_ptr<const base::ForkGuard> guard;
 
   /// The driver of this process, loaded and initialised on first use. Any thread.
   /// @throws Unsupported  there is none, it is too old, or it has no device; the next call tries
   ///         again.
   static const Driver& get();
+  /// Whether this is a forked child of the process that loaded it: nothing may be called there.
+  bool is_forked_child() const noexcept { return guard->is_child(); }
 
   /// @throws OutOfMemory  the device has no memory left.
+  /// @throws InvalidState a stream capture is under way, which allows no such call.
   /// @throws CudaFailure  `result` is another failure; the text is `step` and the driver's words.
   void check(CUresult result, const std::string& step) const;
   /// "CUDA_ERROR_NOT_PERMITTED (operation not permitted)".

@@ -50,10 +50,11 @@ std::uint64_t random_word() {
 /// ones below them: whatever stops an attempt, what it made is given back.
 class Attempt {
  public:
-  Attempt(comm::Group& group, const DeviceContext& context, std::int64_t bytes, HandleKind kind,
-          base::Deadline deadline)
+  Attempt(comm::Group& group, std::shared_ptr<const DeviceContext> context, std::int64_t bytes,
+          HandleKind kind, base::Deadline deadline)
       : group_(group),
-        context_(context),
+        owner_(std::move(context)),
+        context_(*owner_),
         driver_(Driver::get()),
         bytes_(bytes),
         kind_(kind),
@@ -87,6 +88,7 @@ class Attempt {
   }
 
   comm::Group& group_;
+  std::shared_ptr<const DeviceContext> owner_;
   const DeviceContext& context_;
   const Driver& driver_;
   std::int64_t bytes_;
@@ -148,7 +150,8 @@ std::vector<Card> Attempt::cards(const char* step) const {
 }
 
 void Attempt::offer() {
-  if (kind_ == HandleKind::kSameProcess && std::strcmp(group_.kind(), "threads") != 0) {
+  if (kind_ == HandleKind::kSameProcess && group_.num_ranks() > 1 &&
+      std::strcmp(group_.kind(), "threads") != 0) {
     throw Unsupported("expected ranks that are threads of one process, got processes");
   }
   if (kind_ == HandleKind::kFabric &&
@@ -190,6 +193,9 @@ Verdict Attempt::agree() {
     return {base::str("rank ", rank, ": its device is in ", theirs.domain.describe(),
                       ", that of rank 0 in ", offers[0].domain.describe()),
             0};
+  }
+  if (bytes_ > INT64_MAX / group_.num_ranks() - granularity) {
+    throw OutOfMemory(base::str("GPU memory of ", bytes_, " bytes per rank: no machine has that"));
   }
   stride_ = static_cast<std::size_t>(base::align_up(bytes_, granularity));
   return {};
@@ -250,7 +256,7 @@ void Attempt::import_and_map() {
   CUdeviceptr begin = 0;
   driver_.check(driver_.cuMemAddressReserve(&begin, total, 0, 0, 0),
                 base::str("cuMemAddressReserve of ", total, " bytes"));
-  windows_ = std::make_shared<FabricWindows>(driver_, AddressRange(driver_, begin, total), stride_);
+  windows_ = std::make_shared<FabricWindows>(owner_, AddressRange(driver_, begin, total), stride_);
   for (const Ticket& ticket : tickets) {
     if (ticket.rank == group_.rank()) {
       windows_->map_next(own_.get());
@@ -262,7 +268,6 @@ void Attempt::import_and_map() {
       windows_->map_next(import(ticket).get());
     }
   }
-  windows_->allow(context_.device());
   context_.write_word(windows_->data(group_.rank()), mark_of(group_.rank()));
 }
 
@@ -276,9 +281,12 @@ void Attempt::read_marks() const {
 
 Verdict Attempt::run() {
   Verdict verdict = meet("offer", try_part([&] { offer(); }), offer_);
-  if (verdict.is_good()) verdict = agree();
   if (!verdict.is_good()) return verdict;
-  const Verdict made = try_part([&] { make_and_export(); });
+  const Verdict made = try_part([&] {
+    verdict = agree();
+    if (verdict.is_good()) make_and_export();
+  });
+  if (!verdict.is_good()) return verdict;
   verdict = meet("handles", made, ticket_, std::move(own_fd_));
   if (!verdict.is_good()) return verdict;
   verdict = meet("mapping", try_part([&] { import_and_map(); }), ticket_);
@@ -293,21 +301,25 @@ Verdict Attempt::run() {
 
 }  // namespace
 
-void FabricWindows::map_next(CUmemGenericAllocationHandle handle) {
-  const CUdeviceptr begin = range_.begin() + mapped_.size() * stride_;
-  mapped_.reserve(mapped_.size() + 1);  // nothing may fail between mapping and owning
-  driver_.check(driver_.cuMemMap(begin, stride_, 0, handle, 0),
-                base::str("cuMemMap of rank ", mapped_.size(), "'s memory"));
-  mapped_.emplace_back(driver_, begin, stride_);
+FabricWindows::~FabricWindows() {
+  if (is_handed_out_) context_->wait_idle();
 }
 
-void FabricWindows::allow(int device) {
+void FabricWindows::map_next(CUmemGenericAllocationHandle handle) {
+  const Driver& driver = Driver::get();
+  const std::size_t rank = mapped_.size();
+  const CUdeviceptr begin = range_.begin() + rank * stride_;
+  mapped_.reserve(rank + 1);  // nothing may fail between mapping and owning
+  driver.check(driver.cuMemMap(begin, stride_, 0, handle, 0),
+               base::str("cuMemMap of rank ", rank, "'s memory"));
+  mapped_.emplace_back(driver, begin, stride_);
   CUmemAccessDesc access{};
   access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-  access.location.id = device;
+  access.location.id = context_->device();
   access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-  driver_.check(driver_.cuMemSetAccess(range_.begin(), mapped_.size() * stride_, &access, 1),
-                base::str("cuMemSetAccess for device ", device));
+  driver.check(driver.cuMemSetAccess(begin, stride_, &access, 1),
+               base::str("cuMemSetAccess of device ", context_->device(), " to rank ", rank,
+                         "'s memory (which needs peer access between two devices)"));
 }
 
 const char* name_of(HandleKind kind) {
@@ -322,8 +334,9 @@ const char* name_of(HandleKind kind) {
   return "";
 }
 
-SharedWindows share_windows(comm::Group& group, const DeviceContext& context, std::int64_t bytes,
-                            const std::vector<HandleKind>& kinds, base::Deadline deadline) {
+SharedWindows share_windows(comm::Group& group, const std::shared_ptr<const DeviceContext>& context,
+                            std::int64_t bytes, const std::vector<HandleKind>& kinds,
+                            base::Deadline deadline) {
   SharedWindows result{};
   for (const HandleKind kind : kinds) {
     Attempt attempt(group, context, bytes, kind, deadline);
@@ -331,6 +344,7 @@ SharedWindows share_windows(comm::Group& group, const DeviceContext& context, st
     if (verdict.is_good()) {
       result.kind = kind;
       result.windows = attempt.windows();
+      result.windows->hand_out();
       return result;
     }
     result.passed_over.push_back(base::str(name_of(kind), ": ", verdict.reason));

@@ -23,13 +23,18 @@ namespace fanfold::gpu {
 /// The memory of a window lives until the last rank that maps it lets go of it.
 class FabricWindows {
  public:
-  FabricWindows(const Driver& driver, AddressRange range, std::size_t stride)
-      : driver_(driver), range_(std::move(range)), stride_(stride) {}
+  FabricWindows(std::shared_ptr<const DeviceContext> context, AddressRange range,
+                std::size_t stride)
+      : context_(std::move(context)), range_(std::move(range)), stride_(stride) {}
+  /// Waits for the device, as cudaFree does: work on the windows may be under way.
+  ~FabricWindows();
+  FabricWindows(const FabricWindows&) = delete;
+  FabricWindows& operator=(const FabricWindows&) = delete;
 
-  /// Maps the window of the next rank.
+  /// Maps the window of the next rank and lets this rank's device use it.
   void map_next(CUmemGenericAllocationHandle handle);
-  /// Lets `device` use all windows.
-  void allow(int device);
+  /// From now on there may be work on them.
+  void hand_out() noexcept { is_handed_out_ = true; }
 
   std::byte* data(int rank) const noexcept {
     return data_at(range_.begin() + static_cast<std::size_t>(rank) * stride_);
@@ -37,10 +42,11 @@ class FabricWindows {
   std::int64_t bytes() const noexcept { return static_cast<std::int64_t>(stride_); }
 
  private:
-  const Driver& driver_;
+  std::shared_ptr<const DeviceContext> context_;
   AddressRange range_;  // outlives what is mapped in it
   std::vector<MappedMemory> mapped_;
   std::size_t stride_;
+  bool is_handed_out_ = false;
 };
 
 /// Windows, and how the ranks came to share them.
@@ -55,11 +61,12 @@ struct SharedWindows {
 /// failure on one rank leaves nothing on any.
 /// @throws Unsupported      no kind works; the text says why for each. With one kind: CudaFailure,
 ///         where the driver failed.
-/// @throws OutOfMemory      a rank's device has no room.
+/// @throws OutOfMemory      a rank's device has no room, or no machine has.
 /// @throws InvalidArgument  the ranks ask for different things, or a handle is not of this group.
 /// @throws PeerTimeout, PeerLost, PeerAborted, SystemFailure
-SharedWindows share_windows(comm::Group& group, const DeviceContext& context, std::int64_t bytes,
-                            const std::vector<HandleKind>& kinds, base::Deadline deadline);
+SharedWindows share_windows(comm::Group& group, const std::shared_ptr<const DeviceContext>& context,
+                            std::int64_t bytes, const std::vector<HandleKind>& kinds,
+                            base::Deadline deadline);
 
 /// "fabric", "file_descriptor", "same_process".
 const char* name_of(HandleKind kind);

@@ -34,7 +34,7 @@ class MemoryHandle {
   CUmemGenericAllocationHandle get() const noexcept { return handle_; }
   /// What is mapped of it stays.
   void reset() noexcept {
-    if (driver_ != nullptr) (void)driver_->cuMemRelease(handle_);
+    if (driver_ != nullptr && !driver_->is_forked_child()) (void)driver_->cuMemRelease(handle_);
     driver_ = nullptr;
   }
 
@@ -65,7 +65,8 @@ class AddressRange {
 
  private:
   void reset() noexcept {
-    if (driver_ != nullptr) (void)driver_->cuMemAddressFree(begin_, bytes_);
+    if (driver_ != nullptr && !driver_->is_forked_child())
+      (void)driver_->cuMemAddressFree(begin_, bytes_);
     driver_ = nullptr;
   }
 
@@ -80,7 +81,8 @@ class MappedMemory {
   MappedMemory(const Driver& driver, CUdeviceptr begin, std::size_t bytes) noexcept
       : driver_(&driver), begin_(begin), bytes_(bytes) {}
   ~MappedMemory() {
-    if (driver_ != nullptr) (void)driver_->cuMemUnmap(begin_, bytes_);
+    if (driver_ != nullptr && !driver_->is_forked_child())
+      (void)driver_->cuMemUnmap(begin_, bytes_);
   }
   MappedMemory(MappedMemory&& other) noexcept
       : driver_(std::exchange(other.driver_, nullptr)),

@@ -48,7 +48,7 @@ class GpuSource final : public memory::WindowSource {
   }
 
   comm::Windows make_windows(std::int64_t bytes, base::Deadline deadline) override {
-    SharedWindows shared = share_windows(group_, *context_, bytes, kinds_, deadline);
+    SharedWindows shared = share_windows(group_, context_, bytes, kinds_, deadline);
     if (!memory_.kind) {
       memory_.kind = shared.kind;
       memory_.passed_over = std::move(shared.passed_over);

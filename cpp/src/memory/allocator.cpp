@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/format.h"
+#include "comm/failure.h"
 #include "fanfold/error.h"
 #include "memory/allocator_impl.h"
 
@@ -58,9 +59,8 @@ Allocator::Impl::Impl(const Communicator& communicator,
 void Allocator::Impl::use_own_buffers(const std::vector<OwnBuffer>& buffers,
                                       base::Deadline deadline) {
   const Communicator::Impl::Call call(*communicator_, "Allocator");
-  const comm::Group& group = communicator_->group();
-  own_buffers_.emplace(*source_, communicator_->channel(), group.rank(), group.num_ranks(), buffers,
-                       deadline);
+  comm::Group& group = communicator_->group();
+  own_buffers_.emplace(*source_, group, buffers, deadline);
   ledger_->keep_dropped();
 }
 
@@ -79,19 +79,18 @@ std::vector<Allocator::Impl::Cached>::iterator Allocator::Impl::smallest_fit(std
 void Allocator::Impl::zero(const comm::Windows& windows, std::int64_t bytes,
                            base::Deadline deadline) {
   if (bytes == 0) return;
-  const auto rank = static_cast<std::size_t>(communicator_->group().rank());
-  source_->zero(windows[rank]->data(), bytes);
-  communicator_->channel().barrier(deadline);
+  comm::Group& group = communicator_->group();
+  std::optional<comm::Failure> failure;
+  try {
+    source_->zero(windows[static_cast<std::size_t>(group.rank())]->data(), bytes);
+  } catch (...) {
+    failure = comm::Failure::current(group.rank());
+  }
+  (void)group.exchange("allocate: zeroing", {}, failure, deadline);
 }
 
 SymmetricMemory Allocator::Impl::allocate(std::int64_t bytes, std::int64_t zero_bytes,
                                           base::Deadline deadline) {
-  if (bytes < 1) {
-    throw InvalidArgument(base::str("bytes: expected 1 or more, got ", bytes));
-  }
-  if (zero_bytes < 0 || zero_bytes > bytes) {
-    throw InvalidArgument(base::str("zero_bytes: expected 0 to ", bytes, ", got ", zero_bytes));
-  }
   const Communicator::Impl::Call call(*communicator_, "allocate");
   const auto fit = smallest_fit(bytes);
   const Proposal own{bytes, zero_bytes, fit == cache_.end() ? -1 : fit->id, next_id_};
@@ -105,6 +104,13 @@ SymmetricMemory Allocator::Impl::allocate(std::int64_t bytes, std::int64_t zero_
     check_same("zero_bytes", first.zero_bytes, theirs.zero_bytes, rank);
     may_reuse = may_reuse && theirs.cached_id == own.cached_id;
     next_id_ = std::max(next_id_, theirs.next_id);
+  }
+  // Only now, so that no rank waits for one that was refused.
+  if (bytes < 1) {
+    throw InvalidArgument(base::str("bytes: expected 1 or more, got ", bytes));
+  }
+  if (zero_bytes < 0 || zero_bytes > bytes) {
+    throw InvalidArgument(base::str("zero_bytes: expected 0 to ", bytes, ", got ", zero_bytes));
   }
   if (may_reuse) {
     Cached cached = std::move(*fit);

@@ -7,9 +7,14 @@
 #include <iterator>
 #include <memory>
 #include <numeric>
+#include <optional>
+#include <string>
+#include <utility>
 
 #include "base/byte_math.h"
 #include "base/format.h"
+#include "comm/failure.h"
+#include "comm/parcel.h"
 #include "fanfold/error.h"
 
 namespace fanfold::memory {
@@ -68,52 +73,113 @@ void check_same(const std::int64_t* first, const std::int64_t* theirs, int other
 
 }  // namespace
 
-OwnBuffers::OwnBuffers(WindowSource& source, comm::Channel& channel, int rank, int num_ranks,
-                       const std::vector<OwnBuffer>& buffers, base::Deadline deadline) {
-  check_buffers(buffers, num_ranks);
-  check_apart(buffers);
-  for (std::size_t i = 0; i < buffers.size(); ++i) source.check_buffer(buffers[i], i);
-  std::vector<std::int64_t> own;
-  std::int64_t room = INT64_MAX;
+/// What a rank tells the others of its buffers.
+struct OwnBuffers::Proof {
+  std::vector<std::int64_t> sizes;  // of each rank's buffer: bytes, bytes up to where it is aligned
+  std::uint64_t word = 0;           // that lies in its own
+};
+
+namespace {
+
+std::string encode(const std::vector<std::int64_t>& values) {
+  return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof values[0]};
+}
+
+std::vector<std::int64_t> decode(const std::string& bytes) {
+  std::vector<std::int64_t> values(bytes.size() / sizeof(std::int64_t));
+  if (!values.empty()) std::memcpy(values.data(), bytes.data(), bytes.size());
+  return values;
+}
+
+constexpr const char* kCall = "Allocator of own buffers";
+
+/// Every rank's `values`, or the failure of any of them on all.
+std::vector<std::vector<std::int64_t>> gather(comm::Group& group,
+                                              const std::vector<std::int64_t>& values,
+                                              const std::optional<comm::Failure>& failure,
+                                              base::Deadline deadline) {
+  comm::Parcel parcel;
+  parcel.bytes = encode(values);
+  std::vector<std::vector<std::int64_t>> all;
+  for (const comm::Parcel& theirs : group.exchange(kCall, std::move(parcel), failure, deadline)) {
+    all.push_back(decode(theirs.bytes));
+  }
+  return all;
+}
+
+}  // namespace
+
+// A word that nobody else would think of lies at both ends of what is used: written before the
+// first exchange, read by all between the two, free for use after the second.
+OwnBuffers::Proof OwnBuffers::prepare(WindowSource& source, const std::vector<OwnBuffer>& buffers,
+                                      int rank) {
+  Proof own;
+  room_ = INT64_MAX;
   for (const OwnBuffer& buffer : buffers) {
     const std::int64_t head = head_of(buffer);
-    own.push_back(buffer.bytes);
-    own.push_back(head);
+    own.sizes.push_back(buffer.bytes);
+    own.sizes.push_back(head);
     starts_.push_back(buffer.data + head);
-    room = std::min(room, (buffer.bytes - head) / Arena::kAlignment * Arena::kAlignment);
+    room_ = std::min(room_, (buffer.bytes - head) / Arena::kAlignment * Arena::kAlignment);
   }
-  // A word that nobody else would think of at both ends of what is used: written before the first
-  // exchange, read by all between the two, free for use after the second.
-  std::byte* const mine = starts_[static_cast<std::size_t>(rank)];
-  const std::uint64_t word =
+  own.word =
       base::mix_digest(static_cast<std::uint64_t>(base::now_ns()),
                        reinterpret_cast<std::uintptr_t>(&own) + static_cast<std::uintptr_t>(rank));
-  const std::int64_t last = room - static_cast<std::int64_t>(sizeof word);
-  source.write_word(mine, word);
-  source.write_word(mine + last, word);
-  own.push_back(static_cast<std::int64_t>(word));
-  const auto values = channel.all_gather_values(own, deadline, "Allocator of own buffers");
-  for (int other = 1; other < num_ranks; ++other) {
-    check_same(values.data(), values.data() + static_cast<std::size_t>(other) * own.size(), other,
+  std::byte* const mine = starts_[static_cast<std::size_t>(rank)];
+  source.write_word(mine, own.word);
+  source.write_word(mine + room_ - sizeof own.word, own.word);
+  return own;
+}
+
+std::int64_t OwnBuffers::first_unseen(WindowSource& source,
+                                      const std::vector<Proof>& proofs) const {
+  for (std::size_t rank = 0; rank < proofs.size(); ++rank) {
+    const std::uint64_t expected = proofs[rank].word;
+    const std::byte* const last = starts_[rank] + room_ - sizeof expected;
+    if (source.read_word(starts_[rank]) != expected || source.read_word(last) != expected) {
+      return static_cast<std::int64_t>(rank);
+    }
+  }
+  return -1;
+}
+
+OwnBuffers::OwnBuffers(WindowSource& source, comm::Group& group,
+                       const std::vector<OwnBuffer>& buffers, base::Deadline deadline) {
+  std::optional<comm::Failure> failure;
+  std::vector<std::int64_t> values;
+  try {
+    check_buffers(buffers, group.num_ranks());
+    check_apart(buffers);
+    for (std::size_t i = 0; i < buffers.size(); ++i) source.check_buffer(buffers[i], i);
+    const Proof own = prepare(source, buffers, group.rank());
+    values = own.sizes;
+    values.push_back(static_cast<std::int64_t>(own.word));
+  } catch (...) {
+    failure = comm::Failure::current(group.rank());
+  }
+  std::vector<Proof> proofs;
+  for (std::vector<std::int64_t>& theirs : gather(group, values, failure, deadline)) {
+    Proof& proof = proofs.emplace_back();
+    proof.word = static_cast<std::uint64_t>(theirs.back());
+    theirs.pop_back();
+    proof.sizes = std::move(theirs);
+    check_same(proofs[0].sizes.data(), proof.sizes.data(), static_cast<int>(proofs.size()) - 1,
                buffers.size());
   }
   std::int64_t unseen = -1;
-  for (int other = num_ranks - 1; other >= 0; --other) {
-    const auto expected =
-        static_cast<std::uint64_t>(values[static_cast<std::size_t>(other + 1) * own.size() - 1]);
-    const std::byte* start = starts_[static_cast<std::size_t>(other)];
-    if (source.read_word(start) != expected || source.read_word(start + last) != expected) {
-      unseen = other;
-    }
+  try {
+    unseen = first_unseen(source, proofs);
+  } catch (...) {
+    failure = comm::Failure::current(group.rank());
   }
-  const auto verdicts = channel.all_gather_values({unseen}, deadline, "Allocator of own buffers");
+  const auto verdicts = gather(group, {unseen}, failure, deadline);
   for (std::size_t other = 0; other < verdicts.size(); ++other) {
-    if (verdicts[other] < 0) continue;
-    throw InvalidArgument(base::str("buffers[", verdicts[other], "]: expected the memory of rank ",
-                                    verdicts[other], " on every rank, got other memory on rank ",
-                                    other));
+    const std::int64_t rank = verdicts[other][0];
+    if (rank < 0) continue;
+    throw InvalidArgument(base::str("buffers[", rank, "]: expected the memory of rank ", rank,
+                                    " on every rank, got other memory on rank ", other));
   }
-  arena_ = Arena(room);
+  arena_ = Arena(room_);
 }
 
 std::optional<comm::Windows> OwnBuffers::take(std::int64_t id, std::int64_t bytes) {

@@ -21,10 +21,10 @@ namespace fanfold::memory {
 /// same order with the same values.
 class OwnBuffers {
  public:
-  /// Collective: proves that all ranks mean the same memory.
+  /// Collective: proves that all ranks mean the same memory. What fails on one rank fails on all.
   /// @throws InvalidArgument  as Allocator's constructor
-  OwnBuffers(WindowSource& source, comm::Channel& channel, int rank, int num_ranks,
-             const std::vector<OwnBuffer>& buffers, base::Deadline deadline);
+  OwnBuffers(WindowSource& source, comm::Group& group, const std::vector<OwnBuffer>& buffers,
+             base::Deadline deadline);
 
   /// Windows of at least `bytes` for the block `id`; nothing if there is no room.
   std::optional<comm::Windows> take(std::int64_t id, std::int64_t bytes);
@@ -33,11 +33,16 @@ class OwnBuffers {
   const Arena& arena() const noexcept { return arena_; }
 
  private:
+  struct Proof;
+  Proof prepare(WindowSource& source, const std::vector<OwnBuffer>& buffers, int rank);
+  std::int64_t first_unseen(WindowSource& source, const std::vector<Proof>& proofs) const;
+
   struct Part {
     std::int64_t offset;
     std::int64_t bytes;
   };
   std::vector<std::byte*> starts_;  // [R] aligned
+  std::int64_t room_ = 0;
   Arena arena_{0};
   std::map<std::int64_t, Part> parts_;  // by id
 };
