@@ -80,6 +80,7 @@ __global__ void named_barrier_kernel(const __grid_constant__ Words w) {
 __global__ void block_barrier_kernel(const __grid_constant__ Words w) {
   const bool is_low = threadIdx.x < 32;
   if (w.mode == kTwoPlaces) {
+    // NOLINTNEXTLINE(bugprone-branch-clone): two barriers, not one
     if (is_low) {
       __syncthreads();
     } else {

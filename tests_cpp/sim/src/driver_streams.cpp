@@ -17,7 +17,9 @@ CUresult runtime_call(const char* name, const Call& call) {
   return refused != CUDA_SUCCESS ? refused : static_cast<CUresult>(call());
 }
 
-void* address_of(CUdeviceptr address) { return reinterpret_cast<void*>(address); }
+void* address_of(CUdeviceptr address) {
+  return reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr)
+}
 
 }  // namespace
 }  // namespace cudasim

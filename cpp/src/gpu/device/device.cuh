@@ -33,6 +33,7 @@
 #if defined(FANFOLD_SIM)
 
 // A variable that a block's threads share. A static byte is its key; the block has the storage.
+// NOLINTBEGIN(bugprone-macro-parentheses): these declare the name
 #define FANFOLD_SHARED(type, name)                        \
   static const char name##_key = 0;                       \
   using name##_shared_t = type;                           \
@@ -41,6 +42,7 @@
 // The shared memory whose size the launch gives, as an array of `type`; aligned to 16 bytes.
 #define FANFOLD_DYN_SHARED(type, name) \
   type* const name = static_cast<type*>(::cudasim::op_dynamic_shared())
+// NOLINTEND(bugprone-macro-parentheses)
 
 // Where the caller stands, for reports. The second form is for functions without other parameters.
 #define FANFOLD_LOC , ::cudasim::Loc loc = CUDASIM_HERE

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU memory from Python, on the simulated device: PYTHONPATH=build/sim/python."""
+"""GPU memory on the simulated device: PYTHONPATH=build/sim/python (preset sim)."""
 
 from __future__ import annotations
 
