@@ -15,5 +15,6 @@ void bind_memory_pool(nanobind::module_& m);
 void bind_received(nanobind::module_& m);
 void bind_records(nanobind::module_& m);
 void bind_all_to_all(nanobind::module_& m);
+void bind_capture(nanobind::module_& m);
 
 }  // namespace fanfold::python

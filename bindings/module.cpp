@@ -19,6 +19,7 @@ NB_MODULE(_core, m) {
   fanfold::python::bind_received(m);
   fanfold::python::bind_records(m);
   fanfold::python::bind_all_to_all(m);
+  fanfold::python::bind_capture(m);
   m.def(
       "build_info",
       [] {

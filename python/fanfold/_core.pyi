@@ -192,7 +192,7 @@ class FabricMemory:
         Args:
             communicator: the group; its state is shared, it need not be kept.
             num_bytes: per rank; rounded up to what the driver divides memory into.
-            device: this rank's GPU: "cuda", "cuda:1" or a torch.device.
+            device: this rank's GPU: "cuda:1", a torch.device, or "cuda": torch's current one, else 0.
             kinds: as Allocator's.
             timeout_s: deadline in seconds.
 
@@ -220,8 +220,8 @@ class FabricMemory:
 
     def close(self, *, timeout_s: float | None = None) -> None:
         """
-        Waits until every rank has called it or is gone, then lets go of the memory, which a
-        tensor over it still keeps mapped here. Work on the windows must have ended.
+        Waits until every rank has called it (not when one is gone), then lets go of the memory,
+        which a tensor over it still keeps mapped here. Unmapping waits for the device.
         """
 
 class AllocatorStats:
@@ -263,7 +263,8 @@ class SymmetricMemory:
         """
         A contiguous tensor over the window of `rank`, without a copy.
 
-        Keeps the memory mapped while it lives.
+        Keeps the memory mapped while it lives; GPU memory is unmapped once the device is idle. Work that
+        was enqueued on it must have ended before the block is freed.
 
         Args:
             rank: whose window.
@@ -297,8 +298,8 @@ class Allocator:
                 rank gives all of them as it sees them: threads the same tensors, processes the same shared
                 memory as mapped there. Keep them until all that was made with the allocator is closed on
                 every rank and no tensor over it is held. Then creation is collective.
-            device: "cpu" for host memory; "cuda", "cuda:1" or a torch.device for memory of this rank's GPU,
-                which makes creation collective.
+            device: "cpu" for host memory; "cuda:1", a torch.device, or "cuda" (torch's current device, else
+                0) for memory of this rank's GPU, which makes creation collective.
             kinds: how ranks may come to each other's GPU memory, in the order in which to try: "fabric"
                 (an NVLink domain), "file_descriptor" (one machine), "same_process" (threads). Empty: all.
             timeout_s: deadline of a collective creation in seconds.
@@ -847,6 +848,536 @@ class AllToAll:
     @property
     def capacities(self) -> Capacities:
         """What one round can hold on this rank."""
+
+class RoutingRows:
+    """
+    Recorded routing of consecutive tokens, with all that is needed to read it.
+    """
+
+    def __init__(self, array: Any, *, num_experts: int, first_position: int = 0, id_space: str = 'logical') -> None:
+        """
+        Copies an array.
+
+        Args:
+            array: ``[tokens, layers, top_k]`` int8, int16, int32, uint8 or uint16 on the CPU. -1, or the
+                maximum of an unsigned type, says "no expert".
+            num_experts: every other id is below.
+            first_position: of the first token in its request.
+            id_space: "logical" or "physical".
+
+        Raises:
+            InvalidArgument: another shape or type, or an id out of range: names token, layer, column.
+        """
+
+    @property
+    def array(self) -> Any:
+        """[tokens, layers, top_k], a NumPy array without a copy, read-only."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def first_position(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_experts(self) -> int: ...
+
+    @property
+    def top_k(self) -> int: ...
+
+    @property
+    def dtype(self) -> str:
+        """Name of the type of a stored id."""
+
+    @property
+    def sentinel(self) -> int:
+        """
+        Says "no expert" or "not recorded": -1, or the maximum of an unsigned type.
+        """
+
+    @property
+    def id_space(self) -> str:
+        """"logical" or "physical"."""
+
+    def astype(self, dtype: Any) -> RoutingRows:
+        """The same ids in another type; sentinels stay sentinels."""
+
+    def slice_tokens(self, first: int, last: int) -> RoutingRows:
+        """
+        The tokens at positions [first, last): a context shard, or what is left when a known
+        prefix is omitted.
+        """
+
+    def slice_layers(self, first: int, last: int) -> RoutingRows:
+        """The layers [first, last), counted within these rows: a pipeline stage."""
+
+    @staticmethod
+    def concat_tokens(parts: Sequence[RoutingRows]) -> RoutingRows:
+        """
+        Joins parts that follow each other: a known prefix and the rest, prefill and
+        decode.
+        """
+
+    @staticmethod
+    def concat_layers(parts: Sequence[RoutingRows]) -> RoutingRows:
+        """Joins the layers of pipeline stages, in their order."""
+
+    def expert_histogram(self) -> Any:
+        """[layers, experts] int64: tokens that chose each expert."""
+
+    def check_num_tokens(self, num_prompt: int, num_generated: int) -> None:
+        """
+        Raises InvalidArgument unless these are the rows of a whole request: one per token that
+        was fed, so none for the last generated one.
+        """
+
+    def to_bytes(self) -> bytes:
+        """
+        A header of 64 bytes with all that is needed to read them, then the ids.
+        """
+
+    @staticmethod
+    def from_bytes(data: bytes) -> RoutingRows:
+        """What to_bytes gave. Raises InvalidArgument for anything else."""
+
+    def to_npy(self) -> bytes:
+        """A .npy file of the array, equal to what numpy.save writes."""
+
+    @staticmethod
+    def from_npy(data: bytes, *, num_experts: int, first_position: int = 0) -> RoutingRows:
+        """
+        The rows of a .npy file. uint8 of 256 experts, which has no room for a sentinel, becomes
+        int16; likewise uint16 of 65536.
+        """
+
+    def to_vllm(self, dtype: Any = 'int16') -> str:
+        """
+        What vLLM's API returns: a .npy file in base64, int16, uint16 or uint8.
+        """
+
+    @staticmethod
+    def from_vllm(text: str, *, num_experts: int, first_position: int = 0) -> RoutingRows:
+        """The rows that to_vllm, or vLLM, gave."""
+
+    def to_sglang(self, dtype: Any = 'int32') -> str:
+        """
+        What SGLang's API returns: the ids alone in base64, int32, uint16 or uint8.
+        """
+
+    @staticmethod
+    def from_sglang(text: str, dtype: Any = 'int32', *, num_layers: int, num_experts: int, top_k: int, first_position: int = 0) -> RoutingRows:
+        """The rows that to_sglang, or SGLang, gave."""
+
+def shard_counts(num_tokens: int, num_shards: int) -> list[int]:
+    """
+    Rows of each shard when tokens are cut into shards of ceil(num_tokens / num_shards): the
+    last ones have fewer, or none. Padded shards have as many as the first.
+    """
+
+def shard_of(rows: Any, num_shards: int, shard: int) -> Any:
+    """The rows of one shard, a slice of the tensor."""
+
+def join_shards(shards: Sequence[Any], out: Any) -> None:
+    """
+    Write the shards one after the other to out until it is full; what is left is padding, of
+    which there are fewer rows than shards.
+    """
+
+def num_tokens_fed(num_prompt: int, num_generated: int) -> int:
+    """Tokens that went through the model: the last generated one did not."""
+
+class RoutingStoreStats:
+    """What a store holds and did."""
+
+    @property
+    def num_requests(self) -> int: ...
+
+    @property
+    def num_keys(self) -> int:
+        """That have a block; several may have the same."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all rows; a block counts whole."""
+
+    @property
+    def max_bytes(self) -> int: ...
+
+    @property
+    def num_hits(self) -> int:
+        """Keys that assemble_keys found."""
+
+    @property
+    def num_misses(self) -> int:
+        """Keys that it did not."""
+
+    @property
+    def num_evictions(self) -> int:
+        """Blocks that made room."""
+
+    @property
+    def generation(self) -> int: ...
+
+class AssembledRouting:
+    """Rows that were put together, and what they lack."""
+
+    @property
+    def rows(self) -> RoutingRows:
+        """Missing tokens hold the sentinel."""
+
+    @property
+    def missing(self) -> list[tuple[int, int]]:
+        """Positions [first, last) without rows, ascending."""
+
+    @property
+    def missing_keys(self) -> list[int]:
+        """Which of the keys given were not found."""
+
+    @property
+    def is_complete(self) -> bool: ...
+
+class RoutingStore:
+    """
+    Rows per request, and blocks of rows under opaque keys.
+
+    Blocks under keys outlive their requests; those that no request uses make room for new rows, the
+    least recently used first. A request's own rows are never dropped. After an error the store is
+    unchanged. Any thread may call it.
+    """
+
+    def __init__(self, *, num_layers: int, num_experts: int, top_k: int, dtype: Any = 'auto', id_space: str = 'logical', block_tokens: int = 16, max_bytes: int = 1073741824) -> None:
+        """
+        num_layers, num_experts, top_k, dtype: as of the RoutingCapture. block_tokens: tokens of
+        a block that can be published. max_bytes: of all rows.
+        """
+
+    def begin(self, request: str, first_position: int = 0) -> None:
+        """Add a request whose first row will be at first_position."""
+
+    def append(self, request: str, position: int, rows: RoutingRows | Any, *, allow_unrouted: bool = False) -> None:
+        """
+        Add rows at the position where the request's rows end.
+
+        RoutingSnapshot.rows gives rows all of which were recorded; a sentinel then says "no expert". An
+        array cannot say so: its rows count as recorded. So do those of an AssembledRouting: look at its
+        is_complete first.
+
+        Args:
+            request: one that has begun.
+            position: where its rows end; after truncate, where that left them.
+            rows: RoutingRows, whose own first_position does not matter here, or an array
+                ``[tokens, layers, top_k]`` of the store's dtype on the CPU; copied.
+            allow_unrouted: take an array that has tokens without any expert in some layer, as padding.
+
+        Raises:
+            InvalidArgument: no such request, another position, shape or dtype, or an id that is neither an
+                expert nor the sentinel: names token, layer and column.
+            InvalidState: an array has a token without any expert in a layer: names position and layer.
+            CapacityExceeded: max_bytes are in use by requests.
+        """
+
+    def truncate(self, request: str, position: int) -> None:
+        """Drop the rows from a position on, as of rejected draft tokens."""
+
+    def fork(self, request: str, new_request: str) -> None:
+        """
+        Add a request that shares the rows of another and goes its own way from here on.
+        """
+
+    def finish(self, request: str) -> None:
+        """Forget a request and its rows; published blocks stay."""
+
+    def range(self, request: str) -> tuple[int, int]:
+        """Where the request's rows begin and end."""
+
+    def __contains__(self, request: str) -> bool:
+        """Whether there is such a request."""
+
+    def assemble(self, request: str, first: int, last: int) -> AssembledRouting:
+        """The tokens [first, last) of a request."""
+
+    def publish(self, request: str, position: int, key: bytes, *, generation: int | None = None) -> bool:
+        """
+        Make the full block at a position known under a key; a key that has a block keeps it.
+
+        Args:
+            request: one that has begun.
+            position: a multiple of block_tokens.
+            key: 16 to 32 bytes.
+            generation: that the key belongs to; None: the present one.
+
+        Returns:
+            Whether the block is new.
+
+        Raises:
+            InvalidArgument: no such request, a key of another length, or no full block there.
+            InvalidState: the key belongs to another generation.
+        """
+
+    def has_key(self, key: bytes) -> bool: ...
+
+    def assemble_keys(self, keys: Sequence[bytes], *, tail: str = '') -> AssembledRouting:
+        """
+        Block i at position i * block_tokens for each key, then the rows of request `tail`
+        behind them. Where a key is missing, rows that `tail` has take its place.
+        """
+
+    def reset(self) -> int:
+        """Forget all keys; requests keep their rows. Returns the new generation."""
+
+    @property
+    def stats(self) -> RoutingStoreStats: ...
+
+    @property
+    def block_tokens(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_experts(self) -> int: ...
+
+    @property
+    def top_k(self) -> int: ...
+
+    @property
+    def dtype(self) -> str:
+        """Name of the type of a stored id."""
+
+    @property
+    def sentinel(self) -> int:
+        """
+        Says "no expert" or "not recorded": -1, or the maximum of an unsigned type.
+        """
+
+    @property
+    def id_space(self) -> str:
+        """"logical" or "physical"."""
+
+class CaptureLayout:
+    """
+    Which rows of topk_ids are this rank's tokens, and where they go.
+
+    token_offset is the token that the first row goes to.
+    """
+
+    @staticmethod
+    def local(*, token_offset: int = 0) -> CaptureLayout:
+        """Every row is a token of this rank."""
+
+    @staticmethod
+    def concatenated(counts: Sequence[int], rank: int, *, token_offset: int = 0) -> CaptureLayout:
+        """The tokens of all ranks one after the other: counts[r] rows of rank r."""
+
+    @staticmethod
+    def padded(counts: Sequence[int], rank: int, stride: int, *, token_offset: int = 0) -> CaptureLayout:
+        """stride rows of each rank, the first counts[r] of which are tokens."""
+
+    @staticmethod
+    def sharded(counts: Sequence[int], rank: int, num_tokens: int, *, token_offset: int = 0) -> CaptureLayout:
+        """
+        A shard of this rank's tokens: counts[r] rows are with rank r of the capture's
+        communicator; what is behind num_tokens in all of them is padding, fewer rows than shards.
+        """
+
+    @staticmethod
+    def row_map(row_map: Sequence[int], *, token_offset: int = 0) -> CaptureLayout:
+        """Row i goes to token row_map[i]; a negative one is skipped."""
+
+class RoutingSnapshot:
+    """
+    The routing of the first tokens of one step, in memory of its own.
+
+    Later records do not change it. It holds one of the capture's max_in_flight places until
+    it is released or gone, and so is every array that it gave. Any thread may use it, and release it while others read.
+    """
+
+    @property
+    def array(self) -> Any:
+        """
+        [tokens, layers, top_k], a NumPy array without a copy, read-only; cells that this step did not
+        record hold the sentinel. It holds the snapshot's place while it lives.
+        """
+
+    @property
+    def step_id(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def missing_layers(self) -> list[int]:
+        """The model's numbers of the layers that lack a row of these tokens."""
+
+    @property
+    def missing_rows(self) -> list[int]:
+        """Rows that each layer lacks."""
+
+    def rows(self, first: int, num_tokens: int, *, first_position: int = 0) -> RoutingRows:
+        """
+        A copy of the tokens [first, first + num_tokens), those of one request.
+
+        Raises:
+            InvalidArgument: it has no such tokens.
+            InvalidState: a layer lacks one of them; names the layers.
+        """
+
+    def expert_histogram(self) -> Any:
+        """[layers, experts] int64: tokens that chose each expert."""
+
+    def release(self) -> None:
+        """Lets go of it; afterwards it holds nothing."""
+
+    def __enter__(self) -> RoutingSnapshot: ...
+
+    def __exit__(self, *args: object) -> None: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_experts(self) -> int: ...
+
+    @property
+    def top_k(self) -> int: ...
+
+    @property
+    def dtype(self) -> str:
+        """Name of the type of a stored id."""
+
+    @property
+    def sentinel(self) -> int:
+        """
+        Says "no expert" or "not recorded": -1, or the maximum of an unsigned type.
+        """
+
+    @property
+    def id_space(self) -> str:
+        """"logical" or "physical"."""
+
+class RoutingCapture:
+    """
+    Records which experts each token of a step took, per layer.
+
+    A step begins with nothing recorded; what it did not record shows as the sentinel and is reported as
+    missing. One call at a time per object; captures are independent of each other.
+    """
+
+    def __init__(self, *, num_layers: int, num_experts: int, top_k: int, max_tokens: int, dtype: Any = 'auto', layers: Sequence[int] = (), logical_of_expert: Sequence[int] = (), num_shared_experts: int = 0, max_in_flight: int = 2, max_sink_rows: int = 0, source: str = 'target', comm: Communicator | None = None) -> None:
+        """
+        Allocates num_layers * max_tokens rows, and as many per snapshot in flight.
+
+        Args:
+            num_layers: layers that are recorded.
+            num_experts: logical experts.
+            top_k: ids per token that are kept.
+            max_tokens: of one step.
+            dtype: type of a stored id: "auto", the narrowest signed one that holds every id and -1; or int8,
+                int16, int32, uint8 or uint16, which must hold every id and its sentinel.
+            layers: the model's number of each recorded layer; empty: 0 to num_layers - 1.
+            logical_of_expert: the logical expert of each physical one, whose ids record then takes; empty:
+                ids are logical.
+            num_shared_experts: ids of fused shared experts that rows may carry behind their top_k; not kept.
+            max_in_flight: snapshots at a time.
+            max_sink_rows: rows of a sink; 0: max_tokens.
+            source: the model whose layers these are; a draft model has a capture of its own.
+            comm: the ranks that hold shards of a sequence; needed for layout ``sharded`` only.
+
+        Raises:
+            InvalidArgument: values that contradict each other; nothing was allocated.
+        """
+
+    def begin_step(self, step_id: int) -> None:
+        """Begins a step: nothing is recorded in it yet."""
+
+    def record(self, layer: int, topk_ids: Any, layout: CaptureLayout | None = None, *, rows: int | None = None, source: str | None = None, overwrite: bool = False) -> None:
+        """
+        Take the ids of one layer; after an error nothing of them is recorded.
+
+        Args:
+            layer: the model's number of the layer.
+            topk_ids: ``[rows, top_k]`` or ``[rows, top_k + num_shared_experts]`` int8, int16, int32, int64,
+                uint8, uint16 or uint32 on the CPU, any row stride; used during the call. Negative: no
+                expert; so is the maximum of an unsigned type where no expert has that id.
+            layout: which rows are this rank's tokens; None: all. With ``sharded`` the call is collective:
+                an id that is no expert is then an error on all ranks, any other wrong argument on the rank
+                that gave it only, and the others wait until the communicator's deadline.
+            rows: rows that the layout is about; those behind are padding. None: all.
+            source: the model that routes; must be the capture's own.
+            overwrite: replace rows that this step recorded already. Otherwise they must be equal.
+
+        Raises:
+            InvalidArgument: an unknown layer or source, counts that do not fit the rows, a token at or past
+                max_tokens, ids that lie in a sink (see import_sink), or an id at or past the experts: names row, column, id and layer.
+            InvalidState: no step has begun, or a row was recorded in this step with other ids.
+        """
+
+    def sink(self, layer: int, dtype: Any = 'int32') -> Any:
+        """
+        Where a fused kernel writes the ids of a layer itself: int16 or int32
+        [max_sink_rows, top_k + num_shared_experts], the same memory each time, filled with the
+        type's minimum, which says "not written". A torch dtype gives a torch tensor, a NumPy
+        dtype an array, a name an object with ``__dlpack__``.
+        """
+
+    def import_sink(self, layer: int, num_rows: int, layout: CaptureLayout | None = None, *, source: str | None = None, overwrite: bool = False) -> None:
+        """
+        Record the first num_rows rows of the layer's sink and clear it. Rows that were not
+        written stay unrecorded, and so are reported as missing. Raises as record.
+        """
+
+    def snapshot(self, num_tokens: int) -> RoutingSnapshot:
+        """
+        Copy what this step recorded of the first num_tokens tokens.
+
+        Raises:
+            CapacityExceeded: max_in_flight snapshots, or arrays of them, are held:
+                back-pressure, nothing is overwritten.
+            InvalidArgument: more tokens than max_tokens.
+            InvalidState: no step has begun.
+        """
+
+    def set_logical_of_expert(self, logical_of_expert: Sequence[int]) -> None:
+        """
+        Replace the map from physical ids, between steps; empty: ids are logical.
+        """
+
+    @property
+    def num_in_flight(self) -> int:
+        """Snapshots held."""
+
+    @property
+    def layers(self) -> list[int]:
+        """The model's number of each recorded layer."""
+
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_experts(self) -> int: ...
+
+    @property
+    def top_k(self) -> int: ...
+
+    @property
+    def dtype(self) -> str:
+        """Name of the type of a stored id."""
+
+    @property
+    def sentinel(self) -> int:
+        """
+        Says "no expert" or "not recorded": -1, or the maximum of an unsigned type.
+        """
+
+    @property
+    def id_space(self) -> str:
+        """"logical" or "physical"."""
 
 def build_info() -> dict[str, str]:
     """

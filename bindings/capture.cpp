@@ -1,0 +1,261 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "capture.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "bind.h"
+#include "convert.h"
+#include "fanfold/communicator.h"
+#include "fanfold/routing_capture.h"
+
+namespace fanfold::python {
+namespace {
+
+using namespace nanobind::literals;
+using Counts = std::vector<std::int64_t>;
+using nogil = nb::gil_scoped_release;
+
+void make_capture(RoutingCapture* self, int num_layers, int num_experts, int top_k,
+                  std::int64_t max_tokens, nb::handle dtype, std::vector<int> layers,
+                  std::vector<std::int32_t> logical_of_expert, int num_shared_experts,
+                  int max_in_flight, std::int64_t max_sink_rows, std::string source,
+                  Communicator* comm) {
+  RoutingCaptureConfig config;
+  config.num_layers = num_layers;
+  config.num_experts = num_experts;
+  config.top_k = top_k;
+  config.max_tokens = max_tokens;
+  config.dtype = to_stored_dtype(dtype);
+  config.layers = std::move(layers);
+  config.logical_of_expert = std::move(logical_of_expert);
+  config.num_shared_experts = num_shared_experts;
+  config.max_in_flight = max_in_flight;
+  config.max_sink_rows = max_sink_rows;
+  config.source = std::move(source);
+  if (comm != nullptr) {
+    config.gather = [comm](const TensorView& send, const TensorView& recv, const Counts& counts) {
+      comm->all_gather_v(send, recv, counts);
+    };
+  }
+  const nogil released;
+  new (self) RoutingCapture(config);
+}
+
+RecordOptions to_options(std::optional<std::int64_t> rows, std::optional<std::string> source,
+                         bool overwrite) {
+  return {rows, std::move(source).value_or(""), overwrite};
+}
+
+void bind_layout(nb::module_& m) {
+  nb::class_<CaptureLayout>(m, "CaptureLayout",
+                            "Which rows of topk_ids are this rank's tokens, and where they go.\n\n"
+                            "token_offset is the token that the first row goes to.")
+      .def_static("local", &CaptureLayout::local, nb::kw_only(), "token_offset"_a = 0,
+                  "Every row is a token of this rank.")
+      .def_static("concatenated", &CaptureLayout::concatenated, "counts"_a, "rank"_a, nb::kw_only(),
+                  "token_offset"_a = 0,
+                  "The tokens of all ranks one after the other: counts[r] rows of rank r.")
+      .def_static("padded", &CaptureLayout::padded, "counts"_a, "rank"_a, "stride"_a, nb::kw_only(),
+                  "token_offset"_a = 0,
+                  "stride rows of each rank, the first counts[r] of which are tokens.")
+      .def_static("sharded", &CaptureLayout::sharded, "counts"_a, "rank"_a, "num_tokens"_a,
+                  nb::kw_only(), "token_offset"_a = 0,
+                  "A shard of this rank's tokens: counts[r] rows are with rank r of the capture's\n"
+                  "communicator; what is behind num_tokens in all of them is padding, fewer rows "
+                  "than shards.")
+      .def_static("row_map", &CaptureLayout::row_map, "row_map"_a, nb::kw_only(),
+                  "token_offset"_a = 0,
+                  "Row i goes to token row_map[i]; a negative one is skipped.");
+}
+
+void bind_snapshot(nb::module_& m) {
+  nb::class_<RoutingSnapshot> c(
+      m, "RoutingSnapshot",
+      "The routing of the first tokens of one step, in memory of its own.\n\n"
+      "Later records do not change it. It holds one of the capture's max_in_flight places until\n"
+      "it is released or gone, and so is every array that it gave. Any thread may use it, and "
+      "release it while others read.");
+  c.def_prop_ro(
+       "array",
+       [](const RoutingSnapshot& self) { return read_only_array(self.array(), self.state()); },
+       nb::sig("def array(self) -> typing.Any"),
+       "[tokens, layers, top_k], a NumPy array without a copy, read-only; cells that this step did "
+       "not\n"
+       "record hold the sentinel. It holds the snapshot's place while it lives.")
+      .def_prop_ro("step_id", &RoutingSnapshot::step_id)
+      .def_prop_ro("num_tokens", &RoutingSnapshot::num_tokens)
+      .def_prop_ro("missing_layers", &RoutingSnapshot::missing_layers,
+                   "The model's numbers of the layers that lack a row of these tokens.")
+      .def_prop_ro("missing_rows", &RoutingSnapshot::missing_rows, "Rows that each layer lacks.")
+      .def(
+          "rows",
+          [](const RoutingSnapshot& self, std::int64_t first, std::int64_t num_tokens,
+             std::int64_t first_position) {
+            const RoutingSnapshot kept = self;  // others may release `self` meanwhile
+            const nogil released;
+            return kept.rows(first, num_tokens, first_position);
+          },
+          "first"_a, "num_tokens"_a, nb::kw_only(), "first_position"_a = 0,
+          "A copy of the tokens [first, first + num_tokens), those of one request.\n\n"
+          "Raises:\n    InvalidArgument: it has no such tokens.\n"
+          "    InvalidState: a layer lacks one of them; names the layers.")
+      .def(
+          "expert_histogram",
+          [](const RoutingSnapshot& self) {
+            const RoutingSnapshot kept = self;  // as above
+            const auto counts = [&] {
+              const nogil released;
+              return kept.expert_histogram();
+            }();
+            return to_histogram(counts, kept.spec());
+          },
+          nb::sig("def expert_histogram(self) -> typing.Any"),
+          "[layers, experts] int64: tokens that chose each expert.")
+      .def("release", &RoutingSnapshot::release, "Lets go of it; afterwards it holds nothing.")
+      .def(
+          "__enter__", [](nb::object self) { return self; },
+          nb::sig("def __enter__(self) -> RoutingSnapshot"))
+      .def(
+          "__exit__", [](RoutingSnapshot& self, const nb::args&) { self.release(); },
+          nb::sig("def __exit__(self, *args: object) -> None"));
+  bind_spec(c, [](const RoutingSnapshot& self) -> const RoutingSpec& { return self.spec(); });
+}
+
+nb::object sink_of(const std::shared_ptr<RoutingCapture>& self, int layer, nb::handle dtype) {
+  return make_tensor(self->sink(layer, to_dtype(dtype)), framework_of_dtype(dtype), self);
+}
+
+void bind_recording(nb::class_<RoutingCapture>& c) {
+  c.def("begin_step", &RoutingCapture::begin_step, "step_id"_a,
+        "Begins a step: nothing is recorded in it yet.")
+      .def(
+          "record",
+          [](RoutingCapture& self, int layer, nb::handle topk_ids,
+             const std::optional<CaptureLayout>& layout, std::optional<std::int64_t> rows,
+             std::optional<std::string> source, bool overwrite) {
+            Arguments args;
+            const TensorView view = args.view(topk_ids, "topk_ids");
+            const RecordOptions options = to_options(rows, std::move(source), overwrite);
+            const nogil released;
+            self.record(layer, view, layout.value_or(CaptureLayout()), options);
+          },
+          "layer"_a, "topk_ids"_a, "layout"_a = nb::none(), nb::kw_only(), "rows"_a = nb::none(),
+          "source"_a = nb::none(), "overwrite"_a = false,
+          nb::sig("def record(self, layer: int, topk_ids: typing.Any, "
+                  "layout: CaptureLayout | None = None, *, rows: int | None = None, "
+                  "source: str | None = None, overwrite: bool = False) -> None"),
+          R"doc(Take the ids of one layer; after an error nothing of them is recorded.
+
+Args:
+    layer: the model's number of the layer.
+    topk_ids: ``[rows, top_k]`` or ``[rows, top_k + num_shared_experts]`` int8, int16, int32, int64,
+        uint8, uint16 or uint32 on the CPU, any row stride; used during the call. Negative: no
+        expert; so is the maximum of an unsigned type where no expert has that id.
+    layout: which rows are this rank's tokens; None: all. With ``sharded`` the call is collective:
+        an id that is no expert is then an error on all ranks, any other wrong argument on the rank
+        that gave it only, and the others wait until the communicator's deadline.
+    rows: rows that the layout is about; those behind are padding. None: all.
+    source: the model that routes; must be the capture's own.
+    overwrite: replace rows that this step recorded already. Otherwise they must be equal.
+
+Raises:
+    InvalidArgument: an unknown layer or source, counts that do not fit the rows, a token at or past
+        max_tokens, ids that lie in a sink (see import_sink), or an id at or past the experts: names row, column, id and layer.
+    InvalidState: no step has begun, or a row was recorded in this step with other ids.)doc")
+      .def("sink", &sink_of, "layer"_a, "dtype"_a = "int32",
+           nb::sig("def sink(self, layer: int, dtype: typing.Any = 'int32') -> typing.Any"),
+           "Where a fused kernel writes the ids of a layer itself: int16 or int32\n"
+           "[max_sink_rows, top_k + num_shared_experts], the same memory each time, filled with "
+           "the\n"
+           "type's minimum, which says \"not written\". A torch dtype gives a torch tensor, a "
+           "NumPy\n"
+           "dtype an array, a name an object with ``__dlpack__``.")
+      .def(
+          "import_sink",
+          [](RoutingCapture& self, int layer, std::int64_t num_rows,
+             const std::optional<CaptureLayout>& layout, std::optional<std::string> source,
+             bool overwrite) {
+            const RecordOptions options = to_options({}, std::move(source), overwrite);
+            const nogil released;
+            self.import_sink(layer, num_rows, layout.value_or(CaptureLayout()), options);
+          },
+          "layer"_a, "num_rows"_a, "layout"_a = nb::none(), nb::kw_only(), "source"_a = nb::none(),
+          "overwrite"_a = false,
+          "Record the first num_rows rows of the layer's sink and clear it. Rows that were not\n"
+          "written stay unrecorded, and so are reported as missing. Raises as record.")
+      .def(
+          "snapshot",
+          [](RoutingCapture& self, std::int64_t num_tokens) {
+            const nogil released;
+            return self.snapshot(num_tokens);
+          },
+          "num_tokens"_a,
+          "Copy what this step recorded of the first num_tokens tokens.\n\n"
+          "Raises:\n    CapacityExceeded: max_in_flight snapshots, or arrays of them, are held:\n"
+          "        back-pressure, nothing is overwritten.\n"
+          "    InvalidArgument: more tokens than max_tokens.\n"
+          "    InvalidState: no step has begun.")
+      .def("set_logical_of_expert", &RoutingCapture::set_logical_of_expert, "logical_of_expert"_a,
+           "Replace the map from physical ids, between steps; empty: ids are logical.");
+}
+
+}  // namespace
+
+void bind_capture(nb::module_& m) {
+  bind_routing_rows(m);
+  bind_routing_store(m);
+  bind_layout(m);
+  bind_snapshot(m);
+  nb::class_<RoutingCapture> c(m, "RoutingCapture",
+                               R"doc(Records which experts each token of a step took, per layer.
+
+A step begins with nothing recorded; what it did not record shows as the sentinel and is reported as
+missing. One call at a time per object; captures are independent of each other.)doc");
+  c.def("__init__", &make_capture, nb::kw_only(), "num_layers"_a, "num_experts"_a, "top_k"_a,
+        "max_tokens"_a, "dtype"_a = "auto", "layers"_a = std::vector<int>(),
+        "logical_of_expert"_a = std::vector<std::int32_t>(), "num_shared_experts"_a = 0,
+        "max_in_flight"_a = 2, "max_sink_rows"_a = 0, "source"_a = "target", "comm"_a = nb::none(),
+        nb::keep_alive<1, 13>(),
+        nb::sig("def __init__(self, *, num_layers: int, num_experts: int, top_k: int, "
+                "max_tokens: int, dtype: typing.Any = 'auto', "
+                "layers: collections.abc.Sequence[int] = (), "
+                "logical_of_expert: collections.abc.Sequence[int] = (), "
+                "num_shared_experts: int = 0, max_in_flight: int = 2, max_sink_rows: int = 0, "
+                "source: str = 'target', comm: Communicator | None = None) -> None"),
+        R"doc(Allocates num_layers * max_tokens rows, and as many per snapshot in flight.
+
+Args:
+    num_layers: layers that are recorded.
+    num_experts: logical experts.
+    top_k: ids per token that are kept.
+    max_tokens: of one step.
+    dtype: type of a stored id: "auto", the narrowest signed one that holds every id and -1; or int8,
+        int16, int32, uint8 or uint16, which must hold every id and its sentinel.
+    layers: the model's number of each recorded layer; empty: 0 to num_layers - 1.
+    logical_of_expert: the logical expert of each physical one, whose ids record then takes; empty:
+        ids are logical.
+    num_shared_experts: ids of fused shared experts that rows may carry behind their top_k; not kept.
+    max_in_flight: snapshots at a time.
+    max_sink_rows: rows of a sink; 0: max_tokens.
+    source: the model whose layers these are; a draft model has a capture of its own.
+    comm: the ranks that hold shards of a sequence; needed for layout ``sharded`` only.
+
+Raises:
+    InvalidArgument: values that contradict each other; nothing was allocated.)doc");
+  bind_recording(c);
+  c.def_prop_ro("num_in_flight", &RoutingCapture::num_in_flight, "Snapshots held.")
+      .def_prop_ro(
+          "layers", [](const RoutingCapture& self) { return self.config().layers; },
+          "The model's number of each recorded layer.")
+      .def_prop_ro("source", [](const RoutingCapture& self) { return self.config().source; });
+  bind_spec(c, [](const RoutingCapture& self) -> const RoutingSpec& { return self.spec(); });
+}
+
+}  // namespace fanfold::python
