@@ -197,7 +197,7 @@ std::vector<BadDispatch> bad_ids() {
          in.topk_ids.strides[1] = 3;
        }},
       {{"NullIds", {"topk_ids", "null"}}, [](In& in, Scrap&) { in.topk_ids.data = nullptr; }},
-      {{"GpuIds", {"topk_ids", "cpu", "gpu"}},
+      {{"GpuIds", {"topk_ids", "cpu", "cuda:0"}},
        [](In& in, Scrap&) { in.topk_ids.device = DeviceType::kGpu; }},
       {{"LargeId", {"topk_ids", "6", "got 7", "row 2", "column 1"}},
        [](In& in, Scrap& s) {
@@ -255,7 +255,7 @@ std::vector<BadDispatch> bad_rows() {
        [](In& in, Scrap&) { in.payloads[0].strides[1] = 2; }},
       {{"NullPayload", {"payloads[0]", "null"}},
        [](In& in, Scrap&) { in.payloads[0].data = nullptr; }},
-      {{"GpuPayload", {"payloads[0]", "cpu", "gpu"}},
+      {{"GpuPayload", {"payloads[0]", "cpu", "cuda:0"}},
        [](In& in, Scrap&) { in.payloads[0].device = DeviceType::kGpu; }},
       {{"WeightsOfOtherType", {"topk_weights", "float32 [4, 2]", "bfloat16"}},
        [](In& in, Scrap&) { in.topk_weights.dtype = DType::kBFloat16; }},
@@ -343,7 +343,7 @@ std::vector<BadCombine> bad_combines() {
        }},
       {{"NullResults", {"y", "null"}},
        [](In& in, Scrap&, const Received&) { in.y.data = nullptr; }},
-      {{"GpuResults", {"y", "cpu", "gpu"}},
+      {{"GpuResults", {"y", "cpu", "cuda:0"}},
        [](In& in, Scrap&, const Received&) { in.y.device = DeviceType::kGpu; }},
       {{"ReceivedRowsAsResults", {"y", "combine buffer of round 0", "AllToAll"}},
        [](In& in, Scrap&, const Received& received) { in.y = received.payloads()[0]; }},
