@@ -64,18 +64,37 @@ class PhaseClock:
 
 
 class Traffic:
-    """What came to this rank: rows per source rank and pairs per local expert, per layer."""
+    """Rows that came to this rank per source rank, and the routing that its own tokens took."""
 
-    def __init__(self, config: ModelConfig, num_ranks: int, num_local: int) -> None:
+    def __init__(self, config: ModelConfig, num_ranks: int, max_tokens: int) -> None:
+        import fanfold
+
         self.recording = False
         self.rows = torch.zeros(num_ranks, dtype=torch.int64)
-        self.pairs = torch.zeros(config.num_layers, num_local, dtype=torch.int64)
+        self.load = numpy.zeros((config.num_layers, config.num_experts), dtype=numpy.int64)
+        self.num_steps = 0
+        self.last_layer = config.num_layers - 1
+        self.capture = fanfold.RoutingCapture(
+            num_layers=config.num_layers,
+            num_experts=config.num_experts,
+            top_k=config.top_k,
+            max_tokens=max_tokens,
+        )
 
-    def add(self, layer: int, rows: Tensor, pairs: Tensor) -> None:
-        """Count one dispatch."""
-        if self.recording:
-            self.rows += rows
-            self.pairs[layer] += pairs
+    def add(self, layer: int, rows: Tensor, topk_ids: Tensor) -> None:
+        """Count the dispatch of one layer; layers come in order."""
+        if not self.recording:
+            return
+        self.rows += rows
+        if layer == 0:
+            self.capture.begin_step(self.num_steps)
+            self.num_steps += 1
+        self.capture.record(layer, topk_ids)
+        if layer == self.last_layer:
+            with self.capture.snapshot(topk_ids.shape[0]) as snapshot:
+                if snapshot.missing_layers:
+                    raise RuntimeError(f"layers {snapshot.missing_layers} were not recorded")
+                self.load += snapshot.expert_histogram()
 
 
 # One row per (token, rank) in each of them, which is what the model's experts take.
@@ -125,7 +144,7 @@ class FanfoldExchange:
         """Return the folded expert outputs of this rank's rows."""
         with self.clock.phase("dispatch", aligned=True):
             recv = self.a2a.dispatch(topk_ids, [rows], topk_weights=topk_weights)
-        self.traffic.add(layer, recv.rank_counts, recv.expert_counts)
+        self.traffic.add(layer, recv.rank_counts, topk_ids)
         with self.clock.phase("experts", aligned=False):
             result = recv.combine_buffer()
             used = recv.source_rank >= 0  # all of a flat layout's rows

@@ -52,8 +52,7 @@ class RankReport:
     correct: numpy.ndarray  # [tokens] bool
     gloo_losses: numpy.ndarray
     rows_from: numpy.ndarray  # [ranks] rows received, all layers, one pass
-    pairs: numpy.ndarray  # [layers, local experts] (token, expert) pairs, one pass
-    first_expert: int
+    load: numpy.ndarray  # [layers, experts] (token, expert) pairs of its own tokens, one pass
     microseconds: dict[str, dict[str, numpy.ndarray]] = field(default_factory=dict)
 
 
@@ -103,14 +102,14 @@ def run_rank(comm: Communicator, job: Job) -> RankReport:
     rank, num_ranks = comm.rank, comm.num_ranks
     model = load_model()
     config = model.config
-    num_local = hold_local_experts(model.blocks, rank, num_ranks)
+    hold_local_experts(model.blocks, rank, num_ranks)
     inputs, targets = windows(torch.from_numpy(job.text), config.context)
     mine = inputs.tensor_split(num_ranks)[rank], targets.tensor_split(num_ranks)[rank]
     steps = job.num_steps(config.context, num_ranks)
     progress = Progress(job.folder / "progress", num_ranks)
 
-    traffic = Traffic(config, num_ranks, num_local)
     capacity = job.windows_per_step * config.context
+    traffic = Traffic(config, num_ranks, capacity)
     exchange = FanfoldExchange(comm, config, capacity, traffic, job.strategy)
     rival = GlooExchange(comm, config, str(job.folder / "gloo"))
     traffic.recording = True
@@ -128,7 +127,6 @@ def run_rank(comm: Communicator, job: Job) -> RankReport:
         correct=correct.numpy(),
         gloo_losses=gloo_losses.numpy(),
         rows_from=traffic.rows.numpy(),
-        pairs=traffic.pairs.numpy(),
-        first_expert=model.blocks[0].experts.first,
+        load=traffic.load,
         microseconds={each.name: each.clock.microseconds() for each in (exchange, rival)},
     )

@@ -120,7 +120,7 @@ def gather(reports: list[RankReport], single: Evaluation, config: ModelConfig) -
     """Put the reports of all ranks together."""
     load = numpy.zeros((config.num_layers, config.num_experts), dtype=numpy.int64)
     for report in reports:
-        load[:, report.first_expert : report.first_expert + report.pairs.shape[1]] += report.pairs
+        load += report.load
     medians = {
         name: {
             phase: float(
@@ -213,7 +213,8 @@ def load_table(found: Findings) -> Table:
     share = found.load / numpy.maximum(found.load.mean(1, keepdims=True), 1e-9)
     owners = linear_placement(found.config.num_experts, found.num_ranks)
     table = Table(
-        title="How loaded each expert is (1.00 is the layer's mean)", title_justify="left"
+        title="How loaded each expert is, from captured routing (1.00 is the layer's mean)",
+        title_justify="left",
     )
     table.add_column("rank", justify="right")
     table.add_column("expert", justify="right")
