@@ -168,6 +168,27 @@ def test_layers_that_nobody_recorded_are_named() -> None:
         replay.validate(numpy.zeros((3, 1, 1), int), 8)
 
 
+def test_with_top_1_a_layer_of_zeros_may_be_what_its_router_chose() -> None:
+    ids = rows_of(4, num_layers=3, top_k=1).array.copy()
+    ids[:, 1] = 0
+    replay.validate(ids, 8)
+    ids[:] = 0
+    with pytest.raises(fanfold.InvalidArgument, match="nothing but 0 in layers 0 to 2"):
+        replay.validate(ids, 8)
+    replay.validate(ids, 8, allow_zero_layers=True)
+
+
+def test_layers_of_zeros_need_no_distinct_ids_where_they_are_allowed() -> None:
+    ids = rows_of(4, num_layers=3).array.copy()
+    ids[:, 0] = 0
+    with pytest.raises(fanfold.InvalidArgument, match=r"nothing but 0 in layers 0$"):
+        replay.validate(ids, 8)
+    replay.validate(ids, 8, allow_zero_layers=True)
+    ids[2, 1] = 0  # one token of a layer that has others
+    with pytest.raises(fanfold.InvalidArgument, match="got 0 again at token 2, layer 1, column 1"):
+        replay.validate(ids, 8, allow_zero_layers=True)
+
+
 def test_the_first_wrong_id_is_named() -> None:
     with pytest.raises(fanfold.InvalidArgument, match="got none at token 2, layer 1, column 0"):
         replay.validate(with_hole((2, 1, 0)), 8)

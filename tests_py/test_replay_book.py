@@ -42,7 +42,10 @@ def test_entries_are_copies_and_do_not_change() -> None:
     book.put(0, 0, ids)
     ids[0, 0] = 7
     assert book.get(0, 0).tolist() == [[1, 2], [3, 4]]
-    book.put(0, 0, numpy.array([[1, 2], [3, 4]]))
+    first = book.get(0, 0)
+    for dtype in ("int64", "int32", "uint8", "uint64"):
+        book.put(0, 0, numpy.array([[1, 2], [3, 4]], dtype))
+    assert book.get(0, 0) is first and first.dtype == numpy.int64
     with pytest.raises(fanfold.InvalidState, match="put: expected the ids that layer 0 of micro"):
         book.put(0, 0, ids)
     assert book.get(0, 0).tolist() == [[1, 2], [3, 4]]
@@ -84,6 +87,41 @@ def test_what_was_never_read_is_named() -> None:
     book.put(0, 1, numpy.ones((1, 1), int))  # the next step's
     with pytest.raises(fanfold.InvalidState, match="layers 0 of micro-batch 1"):
         book.assert_all_used(1)
+
+
+def test_threads_race_on_one_key_and_the_first_wins() -> None:
+    num_threads = 4
+    for _ in range(100):
+        book = replay.ReplayBook()
+        barrier = threading.Barrier(num_threads)
+        got: dict[int, Any] = {}
+        refused: list[int] = []
+
+        def work(
+            value: int,
+            book: replay.ReplayBook = book,
+            barrier: threading.Barrier = barrier,
+            got: dict[int, Any] = got,
+            refused: list[int] = refused,
+        ) -> None:
+            ids = numpy.full((2, 2), value // 2)  # two threads agree with each other
+            barrier.wait(timeout=60)
+            try:
+                book.put(0, 0, ids)
+            except fanfold.InvalidState:
+                refused.append(value)
+            got[value] = book.get(0, 0)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(num_threads)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+        assert len(got) == num_threads
+        assert len({id(ids) for ids in got.values()}) == 1, "all get the same array"
+        winner = int(got[0][0, 0])
+        assert sorted(refused) == [value for value in range(num_threads) if value // 2 != winner]
+        book.assert_all_used()
 
 
 def test_threads_share_a_book() -> None:

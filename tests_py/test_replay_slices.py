@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy
 import pytest
 from hypothesis import given, settings
@@ -57,8 +60,8 @@ def test_sequence_slices_join_again(count: int, num_ranks: int) -> None:
     assert all(part.flags.owndata and part.flags.writeable for part in parts)
     assert (replay.join_sequence(parts) == rows.array).all()
     padded = [replay.pad(part, len(parts[0]), num_experts=40)[0] for part in parts]
-    if sum(len(part) for part in padded) - count < num_ranks:
-        assert (replay.join_sequence(padded, count) == rows.array).all()
+    assert sum(len(part) for part in padded) - count < num_ranks, "less padding than shards"
+    assert (replay.join_sequence(padded, count) == rows.array).all()
 
 
 def test_sequence_slices_check_their_sizes() -> None:
@@ -87,10 +90,36 @@ def test_pipeline_slices_join_again(order: list[int], num_stages: int) -> None:
     assert (replay.join_pipeline(parts, stages) == rows.array).all()
 
 
+def test_a_stage_may_have_no_layer() -> None:
+    rows = rows_of(5, num_layers=2)
+    empty = replay.slice_pipeline(rows, [])
+    assert (empty.shape, empty.dtype) == ((5, 0, 2), rows.array.dtype)
+    parts = [empty, replay.slice_pipeline(rows, [0, 1])]
+    assert (replay.join_pipeline(parts, [[], [0, 1]]) == rows.array).all()
+
+
+def test_ids_that_are_not_logical_are_refused() -> None:
+    ids = replay.pad_rows(4, 2, 2, 8)
+    rows = fanfold.RoutingRows(ids, num_experts=8, id_space="physical")
+    good = fanfold.RoutingRows(ids, num_experts=8)
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("rows", lambda: replay.slice_pipeline(rows, [0])),
+        ("rows", lambda: replay.slice_context(rows, 0, 2, zigzag=True)),
+        ("rows", lambda: replay.slice_sequence(rows, 0, 2)),
+        ("part 1", lambda: replay.join_pipeline([good, rows], [[0, 1], [2, 3]])),
+        ("part 1", lambda: replay.join_context([good, rows], zigzag=False)),
+        ("part 1", lambda: replay.join_sequence([good, rows])),
+        ("part 1", lambda: replay.concat([good, rows], [0, 4])),
+    ]
+    for name, call in calls:
+        text = f"{name}: expected logical ids, got physical ones"
+        with pytest.raises(fanfold.InvalidArgument, match=text):
+            call()
+
+
 def test_pipeline_slices_name_the_layers() -> None:
     rows = rows_of(3, num_layers=4)
     for layers, text in (
-        ([], "expected one layer or more"),
         ([4], "expected 0 to 3, got 4"),
         ([1, 2, 1], "expected distinct layers, got 1 more than once"),
     ):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy
 import pytest
-from support.vllm_capture import Step, context, rows
+from support.vllm_capture import Step, config, context, rows
 
 import fanfold
 from fanfold.compat.vllm.row_rules import RowRules, StepTokens
@@ -112,6 +112,14 @@ def test_a_communicator_of_other_ranks_is_refused() -> None:
     spawn_threads(1, fn)
 
 
+def test_a_communicator_does_not_go_before_the_config() -> None:
+    def fn(comm: fanfold.Communicator) -> None:
+        with pytest.raises(fanfold.InvalidArgument, match=r"comm: expected rank 0 of 4 .* of 1"):
+            Step(comm=comm, vllm_config=config(tensor_parallel_size=4))
+
+    spawn_threads(1, fn)
+
+
 def test_of_padded_shards_without_dp_the_leading_rows_are_kept() -> None:
     assert Step(context(num_tokens=5), tp_size=4).kept(8) == [0, 1, 2, 3, 4]
     assert Step(context(num_tokens=4), tp_size=2).kept(4) == [0, 1, 2, 3]
@@ -178,6 +186,19 @@ def test_one_token_is_a_token_or_a_shard_so_it_is_refused(now: Any, tp_rank: int
     whole = numpy.array([[5, 6], [-1, -1]])
     step = Step(now, tp_size=2, sequence_parallel=True, tp_all_gather=lambda _: whole)
     assert step.kept(1) == [5]
+
+
+@pytest.mark.parametrize("now", [context([1, 3]), context(num_tokens=1)], ids=["dp", "no dp"])
+def test_one_token_is_no_shard_where_the_config_has_none(now: Any) -> None:
+    sure = config(tensor_parallel_size=2, use_sequence_parallel_moe=False)
+    assert Step(now, vllm_config=sure).kept(1) == [0]
+    for more in ({}, {"use_sequence_parallel_moe": True}):  # True is never inferred
+        step = Step(now, vllm_config=config(tensor_parallel_size=2, **more))
+        with pytest.raises(fanfold.InvalidArgument, match="got 1, which may be"):
+            step.kept(1)
+    whole = numpy.array([[5, 6], [-1, -1]])
+    step = Step(now, vllm_config=sure, sequence_parallel=True, tp_all_gather=lambda _: whole)
+    assert step.kept(1) == [5], "what is given goes before the config"
 
 
 @pytest.mark.parametrize(

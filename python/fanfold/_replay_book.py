@@ -36,7 +36,8 @@ class ReplayBook:
 
         Raises:
             InvalidArgument: another shape or type, or a negative number.
-            InvalidState: there are other ids under this key; equal ones change nothing.
+            InvalidState: there are other ids under this key; equal ones change nothing, also of
+                another dtype.
         """
         check_count("layer", layer, 0)
         check_count("micro_batch", micro_batch, 0)
@@ -49,7 +50,7 @@ class ReplayBook:
         with self._lock:
             layers = self._ids.setdefault(micro_batch, {})
             kept = layers.setdefault(layer, copy)
-        if kept.dtype != copy.dtype or not numpy.array_equal(kept, copy):
+        if not numpy.array_equal(kept, copy):
             raise InvalidState(
                 f"put: expected the ids that layer {layer} of micro-batch {micro_batch} has, "
                 "got others: drop the micro-batch first"

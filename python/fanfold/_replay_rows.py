@@ -43,11 +43,19 @@ def as_array(name: str, value: Any) -> Array:
 
 
 def tokens_of(name: str, rows: Any) -> Array:
-    """Routing, or anything else with a row per token."""
+    """Routing with logical ids, or anything else with a row per token."""
+    if isinstance(rows, RoutingRows):
+        check_logical(name, rows)
     array = rows.array if isinstance(rows, RoutingRows) else as_array(name, rows)
     if array.ndim == 0:
         raise InvalidArgument(f"{name}: expected an array [tokens, ...], got one number")
     return array
+
+
+def check_logical(name: str, rows: RoutingRows) -> None:
+    """Raise unless ids are those of logical experts, which alone can be replayed."""
+    if rows.id_space != "logical":
+        raise InvalidArgument(f"{name}: expected logical ids, got {rows.id_space} ones")
 
 
 def read_rows(name: str, rows: Any, num_experts: int | None) -> Ids:
@@ -59,8 +67,7 @@ def read_rows(name: str, rows: Any, num_experts: int | None) -> Ids:
             raise InvalidArgument(
                 f"{name}: expected rows of {num_experts} experts, got rows of {rows.num_experts}"
             )
-        if rows.id_space != "logical":
-            raise InvalidArgument(f"{name}: expected logical ids, got {rows.id_space} ones")
+        check_logical(name, rows)
         return Ids(rows.array, rows.num_experts, rows.sentinel, rows.first_position)
     ids = as_array(name, rows)
     if ids.ndim != 3 or ids.dtype.kind not in "iu":

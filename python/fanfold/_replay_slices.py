@@ -43,19 +43,17 @@ def slice_pipeline(rows: RoutingRows | Any, layers_of_stage: Sequence[int]) -> A
 
     Args:
         rows: ``[tokens, layers, ...]``.
-        layers_of_stage: places within the layers of rows, distinct, at least one; with several
-            model chunks per stage they need not follow each other.
+        layers_of_stage: places within the layers of rows, distinct; with several model chunks
+            per stage they need not follow each other. None at all for a stage without such layers.
 
     Returns:
         ``[tokens, len(layers_of_stage), ...]``.
 
     Raises:
-        InvalidArgument: a layer that rows lack, one given twice, or none.
+        InvalidArgument: a layer that rows lack, or one given twice; ids that are not logical.
     """
     array = _layers("rows", rows)
     wanted = list(layers_of_stage)
-    if not wanted:
-        raise InvalidArgument("layers_of_stage: expected one layer or more, got none")
     for layer in wanted:
         check_count("layers_of_stage", layer, 0, array.shape[1] - 1)
     twice = {layer for layer in wanted if wanted.count(layer) > 1}
@@ -79,7 +77,8 @@ def join_pipeline(
         ``[tokens, layers, ...]``.
 
     Raises:
-        InvalidArgument: parts do not fit each other or the layers; names layers that nobody has.
+        InvalidArgument: parts do not fit each other or the layers (names layers that nobody has),
+            or ids are not logical.
     """
     arrays = [_layers(f"part {i}", part) for i, part in enumerate(parts)]
     if not arrays or len(arrays) != len(layers_of_stages):
@@ -123,7 +122,8 @@ def slice_context(rows: RoutingRows | Any, rank: int, num_ranks: int, *, zigzag:
         ``[tokens / num_ranks, ...]``.
 
     Raises:
-        InvalidArgument: the tokens do not divide, or rank is not one of num_ranks.
+        InvalidArgument: the tokens do not divide, or rank is not one of num_ranks; ids that are
+            not logical.
     """
     _check_rank(rank, num_ranks)
     array = tokens_of("rows", rows)
@@ -148,7 +148,7 @@ def join_context(parts: Sequence[RoutingRows | Any], *, zigzag: bool) -> Array:
         ``[tokens, ...]``.
 
     Raises:
-        InvalidArgument: parts do not fit each other.
+        InvalidArgument: parts do not fit each other, or ids are not logical.
     """
     arrays = _parts(parts)
     count = len(arrays[0])
@@ -178,7 +178,7 @@ def slice_sequence(rows: RoutingRows | Any, rank: int, num_ranks: int) -> Array:
         ``[tokens of the shard, ...]``.
 
     Raises:
-        InvalidArgument: rank is not one of num_ranks.
+        InvalidArgument: rank is not one of num_ranks, or ids are not logical.
     """
     _check_rank(rank, num_ranks)
     array = tokens_of("rows", rows)
@@ -197,7 +197,7 @@ def join_sequence(parts: Sequence[RoutingRows | Any], num_tokens: int | None = N
         ``[num_tokens, ...]``.
 
     Raises:
-        InvalidArgument: parts do not fit each other or num_tokens.
+        InvalidArgument: parts do not fit each other or num_tokens, or ids are not logical.
     """
     arrays = _parts(parts)
     count = sum(len(array) for array in arrays)
@@ -224,7 +224,8 @@ def concat(parts: Sequence[RoutingRows | Any], positions: Sequence[int] | None =
         ``[tokens, ...]``, from the position of the first part on.
 
     Raises:
-        InvalidArgument: parts leave a gap, overlap, or do not fit each other.
+        InvalidArgument: parts leave a gap, overlap, or do not fit each other, or ids are not
+            logical.
     """
     arrays = _parts(parts)
     if positions is None:

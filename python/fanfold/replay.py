@@ -163,8 +163,9 @@ def validate(
         unique: refuse a token that has an expert twice in a layer.
         allow_unrouted: take "no expert". A layer without any expert is still refused, unless no
             layer has one, as in a batch of padding.
-        allow_zero_layers: take layers all of whose ids are 0. That is what a layer looks like that
-            nobody recorded; with top_k 1 its tokens may have chosen expert 0.
+        allow_zero_layers: take layers all of whose ids are 0, with unique too. That is what a layer
+            looks like that nobody recorded, or a dense one. With top_k 1 its tokens may have chosen
+            expert 0: there such layers are refused only if all are.
 
     Raises:
         InvalidArgument: names the layers, or the first token, layer and column.
@@ -183,7 +184,8 @@ def validate(
         )
     nothing = ((read.ids == 0) | ~routed).all(axis=(0, 2)) & routed.any(axis=(0, 2))
     zero = numpy.nonzero(nothing)[0].tolist()
-    if zero and num_experts > 1 and not allow_zero_layers:
+    suspect = len(zero) == num_layers if top_k == 1 else bool(zero)
+    if suspect and num_experts > 1 and not allow_zero_layers:
         raise InvalidArgument(
             "rows: expected recorded ids in every layer, "
             f"got nothing but 0 in layers {names_of(zero)}"
@@ -192,6 +194,8 @@ def validate(
         place = place_of(first_of(~routed))
         raise InvalidArgument(f"rows: expected an expert everywhere, got none at {place}")
     for layer in range(num_layers if unique else 0):
+        if layer in zero and allow_zero_layers:
+            continue
         again = routed[:, layer] & ~_distinct(read.ids[:, layer])
         if again.any():
             token, column = first_of(again)

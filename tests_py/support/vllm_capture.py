@@ -33,13 +33,17 @@ def context(
     )
 
 
-def config(num_experts: int = 8, **parallel: Any) -> Any:
-    """A stand-in for vLLM's VllmConfig: 3 layers, top-2."""
+def config(
+    num_experts: int = 8, num_layers: int = 3, hf: dict[str, Any] | None = None, **parallel: Any
+) -> Any:
+    """A stand-in for vLLM's VllmConfig: top-2; ``hf`` are the values of hf_text_config."""
+    named = {} if hf is None else {"hf_text_config": SimpleNamespace(**hf)}
     return SimpleNamespace(
         model_config=SimpleNamespace(
-            get_total_num_hidden_layers=lambda: 3,
+            get_total_num_hidden_layers=lambda: num_layers,
             get_num_experts=lambda: num_experts,
             get_num_experts_per_tok=lambda: 2,
+            **named,
         ),
         parallel_config=SimpleNamespace(
             **{"data_parallel_rank": 0, "tensor_parallel_size": 1, **parallel}

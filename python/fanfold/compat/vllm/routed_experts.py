@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy
 
 from fanfold._core import CaptureLayout, Communicator, RoutingCapture
+from fanfold.compat.vllm import vllm_values
 from fanfold.compat.vllm.row_rules import Kept, RowRules, StepTokens
-from fanfold.errors import InvalidArgument, InvalidState, Unsupported
+from fanfold.compat.vllm.step_contexts import StepContexts
+from fanfold.errors import InvalidArgument, InvalidState
 
 _MAX_UINT8_EXPERTS = 256
 _MAX_UINT16_EXPERTS = 65536
@@ -35,7 +36,10 @@ class RoutedExpertsCapturer:
     - An id at or past ``num_experts`` is an error of ``capture``. -1 is kept, as rows of padding
       may have it, and an error of ``snapshot_routing_data`` where a requested token has it.
     - A step has an end. ``snapshot_routing_data`` ends it; so does ``begin_step``, and ``capture``
-      of a cell that the step has already.
+      of a cell that the step has already, or within another forward context than the step's last.
+      Call ``begin_step`` after a warm-up or a step that failed where the forward context is None
+      or one object for all steps, or where a step may capture nothing at all: nothing else tells
+      the old rows from those of the next step.
 
     Ids are logical and lie on the CPU. One call at a time; threads of micro-batches take turns.
 
@@ -44,9 +48,14 @@ class RoutedExpertsCapturer:
         vllm_config: gives what is None below; its ``model_config`` is asked for
             ``get_total_num_hidden_layers()``, ``get_num_experts()`` and
             ``get_num_experts_per_tok()``, its ``parallel_config`` for ``data_parallel_rank``,
-            ``tensor_parallel_size`` and, where they exist, ``data_parallel_size`` and
-            ``prefill_context_parallel_size``. None: the values below are all.
+            ``tensor_parallel_size`` and, where they exist, ``data_parallel_size``,
+            ``use_sequence_parallel_moe`` and ``prefill_context_parallel_size``. None: the values
+            below are all.
         num_layers: layers of the model; ``layer_id`` is below.
+        moe_layers: those of them whose routers capture; the others are dense: their cells of a
+            snapshot are 0, as in vLLM. None: with a config whose ``hf_text_config`` (or
+            ``hf_config``) has ``first_k_dense_replace``, from there on every ``moe_layer_freq``-th;
+            else all.
         num_experts: logical experts, at most 65536, whose ids uint16 holds.
         top_k: experts per token.
         dp_rank: this rank among the data-parallel ones; without a config, 0 if not given.
@@ -55,14 +64,17 @@ class RoutedExpertsCapturer:
             and then nobody checks that a gather put this rank's rows in their place.
         tp_size: tensor-parallel ranks; without a config, those of ``comm``, else 1.
         sequence_parallel: True: rows are shards of a sequence, or what was gathered from them;
-            False: they never are; None: judged by their number. True needs ``tp_size`` above 1.
+            False: they never are; None: False if the config says so, else judged by their number.
+            True needs ``tp_size`` above 1.
         forward_context: gives the forward context of the running step: an object with
             ``dp_metadata`` (None, or with ``num_tokens_across_dp_cpu`` and ``local_sizes``) and
-            ``batch_descriptor`` (None, or with ``num_tokens``). None: vLLM's
+            ``batch_descriptor`` (None, or with ``num_tokens``), the same object throughout a step
+            or micro-batch: another one without token offset begins a step. None: vLLM's
             ``get_forward_context``.
         token_offset: gives, for a forward context, the token at which the running micro-batch
-            begins. None: 0 without ``ubatch_slices`` in the context, else the start of the slice
-            that vLLM's ``dbo_current_ubatch_id`` names.
+            begins. None: the start of the slice in ``ubatch_slices`` of the context that vLLM's
+            ``dbo_current_ubatch_id`` names; without slices 0, or an error where vLLM's
+            ``dbo_enabled`` says that micro-batches run.
         tp_all_gather: gives, for ``[n, top_k]`` ids, those of all tensor-parallel ranks,
             ``[tp_size * n, top_k]``, by rank; collective. None: that of ``comm``, else that of
             vLLM's tensor-parallel group. vLLM itself is looked up when one of these is needed.
@@ -83,6 +95,7 @@ class RoutedExpertsCapturer:
         vllm_config: Any = None,
         *,
         num_layers: int | None = None,
+        moe_layers: Sequence[int] | None = None,
         num_experts: int | None = None,
         top_k: int | None = None,
         dp_rank: int | None = None,
@@ -96,13 +109,16 @@ class RoutedExpertsCapturer:
         comm: Communicator | None = None,
         library: Literal["torch", "numpy"] | None = None,
     ) -> None:
-        known = {} if vllm_config is None else _config_values(vllm_config)
+        known = {} if vllm_config is None else vllm_values.of_config(vllm_config)
         self._max_tokens = _at_least_one("max_num_batched_tokens", max_num_batched_tokens)
         self._num_layers = _required("num_layers", num_layers, known)
         num_experts = _required("num_experts", num_experts, known, _MAX_UINT16_EXPERTS)
         top_k = _required("top_k", top_k, known)
         if comm is not None:
-            known |= {"tp_rank": comm.rank, "tp_size": comm.num_ranks}
+            known = {"tp_rank": comm.rank, "tp_size": comm.num_ranks, **known}
+        if moe_layers is None and vllm_config is not None:
+            moe_layers = vllm_values.moe_layers(vllm_config, self._num_layers)
+        self._moe_layers = _moe_layers(moe_layers, self._num_layers)
         self._dp_size = known.get("dp_size") if dp_size is None else dp_size
         dp_rank = known.get("dp_rank", 0) if dp_rank is None else dp_rank
         self.dp_rank = _in_range("dp_rank", dp_rank, self._dp_size)
@@ -114,19 +130,22 @@ class RoutedExpertsCapturer:
             _check_comm(comm, self._tp_rank, self.tp_size)
         if sequence_parallel and self.tp_size == 1:
             raise InvalidArgument("sequence_parallel: expected tp_size above 1 for shards, got 1")
+        if sequence_parallel is None and vllm_config is not None:
+            sequence_parallel = vllm_values.sequence_parallel(vllm_config)
         self._library = library or ("numpy" if vllm_config is None else "torch")
         if self._library not in ("torch", "numpy"):
             raise InvalidArgument(f'library: expected "torch" or "numpy", got {library!r}')
         self._rules = RowRules(self.dp_rank, self.tp_size, sequence_parallel)
-        self._forward_context = forward_context or _vllm_forward_context
-        self._token_offset = token_offset or _vllm_token_offset
+        self._forward_context = forward_context or vllm_values.forward_context
+        self._token_offset = token_offset or vllm_values.token_offset
         self._tp_all_gather = tp_all_gather
         self._comm = comm
         self._capture = RoutingCapture(
-            num_layers=self._num_layers,
+            num_layers=len(self._moe_layers),
             num_experts=num_experts,
             top_k=top_k,
             max_tokens=max_num_batched_tokens,
+            layers=self._moe_layers,
             max_in_flight=1,
             comm=comm,
         )
@@ -134,6 +153,7 @@ class RoutedExpertsCapturer:
         self.output_dtype_name = "uint8" if num_experts <= _MAX_UINT8_EXPERTS else "uint16"
         self._step_id = 0
         self._spans: dict[int, list[tuple[int, int]]] = {}
+        self._contexts = StepContexts()
         self.begin_step()
 
     @property
@@ -151,16 +171,19 @@ class RoutedExpertsCapturer:
         records nothing. Cells that were not recorded are -1, and after a snapshot all are.
         """
         with self._capture.snapshot(self._max_tokens) as snapshot:
-            return self._given(snapshot.array.astype(numpy.int32))
+            return self._given(self._of_all_layers(snapshot.array, -1))
 
     def begin_step(self) -> None:
-        """Forget what was recorded. Not in vLLM's class; needed only after a step without snapshot.
+        """Forget what was recorded. Not in vLLM's class; for a step that had no snapshot.
 
-        Such as a warm-up, or one on a rank that does not return routing. Without it the next step
-        begins by itself with the first cell that is recorded again.
+        Such as a warm-up, a step that failed, or one on a rank that does not return routing.
+        Without it the next step begins with its forward context, if that is another object;
+        else only with the first cell that is recorded again, and until then what is left of the
+        old step counts as recorded.
         """
         self._step_id += 1
         self._spans.clear()
+        self._contexts.forget()
         self._capture.begin_step(self._step_id)
 
     def capture(self, layer_id: int, topk_ids: Any) -> None:
@@ -175,14 +198,28 @@ class RoutedExpertsCapturer:
 
         Raises:
             IndexError: no such layer (a ``fanfold.InvalidArgument`` too); checked first.
-            InvalidArgument: a number of rows that fits no rule, or several that keep different
-                rows: names them and the counts; tokens past ``max_num_batched_tokens``; another
-                shape or type; an id at or past ``num_experts``. Of these rows nothing is recorded.
-            InvalidState: there is no vLLM, and the callable that is needed was not given.
+            InvalidArgument: a layer that is not in ``moe_layers``; a number of rows that fits no
+                rule, or several that keep different rows: names them and the counts; tokens past
+                ``max_num_batched_tokens``; another shape or type; an id at or past
+                ``num_experts``. Of these rows nothing is recorded.
+            InvalidState: there is no vLLM, and the callable that is needed was not given; or vLLM
+                runs micro-batches of which the context says nothing.
         """
         if not 0 <= layer_id < self._num_layers:
             raise LayerOutOfRange(f"layer_id: expected 0 to {self._num_layers - 1}, got {layer_id}")
+        if layer_id not in self._moe_layers:
+            raise InvalidArgument(
+                f"layer_id: expected a layer that moe_layers= has, {self._moe_layers}, got "
+                f"{layer_id}"
+            )
         context = self._forward_context()
+        offset = int(self._token_offset(context))
+        if offset < 0:
+            raise InvalidArgument(f"token_offset: expected 0 or more, got {offset}")
+        if offset == 0 and self._contexts.is_other(context):
+            self.begin_step()
+        if offset == 0:
+            self._contexts.keep(context)
         step = StepTokens.of_context(context)
         if step.has_dp_metadata and self._dp_size not in (None, len(step.counts)):
             raise InvalidArgument(
@@ -191,14 +228,13 @@ class RoutedExpertsCapturer:
             )
         num_rows = _num_rows(topk_ids)
         kept = self._rules.keep(num_rows, step)
-        offset = int(self._token_offset(context))
-        if offset < 0:
-            raise InvalidArgument(f"token_offset: expected 0 or more, got {offset}")
         rows, layout = self._rows_and_layout(topk_ids, num_rows, kept, offset)
         first, last = offset, offset + kept.count
         spans = self._spans.get(layer_id, [])
         if kept.count and any(first < end and begin < last for begin, end in spans):
             self.begin_step()
+            if offset == 0:
+                self._contexts.keep(context)
         self._capture.record(layer_id, rows, layout)
         if kept.count:
             self._spans.setdefault(layer_id, []).append((first, last))
@@ -207,27 +243,30 @@ class RoutedExpertsCapturer:
         """Give the routing of the first tokens of the step, and end the step.
 
         Args:
-            num_tokens: 0 to ``max_num_batched_tokens``.
+            num_tokens: 0 to ``max_num_batched_tokens``; 0 ends the step too.
 
         Returns:
             ``[num_tokens, num_layers, top_k]`` of ``output_dtype``, in memory of its own: uint8 up
-            to 256 experts, else uint16.
+            to 256 experts, else uint16. 0 in layers that are not in ``moe_layers``.
 
         Raises:
-            InvalidState: a layer lacks a requested token in this step: names the layers.
-            InvalidArgument: more tokens than there can be (the step goes on), or a requested token
-                has -1 for an id, which the dtype cannot hold.
+            InvalidArgument: more tokens than there can be; the step goes on.
+            InvalidState: a layer of ``moe_layers`` lacks a requested token in this step: names the
+                layers. The step has ended.
+            InvalidArgument: a requested token has -1 for an id, which the dtype cannot hold. The
+                step has ended.
         """
         with self._capture.snapshot(num_tokens) as snapshot:
             missing = snapshot.missing_layers
-            missing_rows = snapshot.missing_rows
-            ids = numpy.array(snapshot.array)
+            missing_rows = dict(zip(self._moe_layers, snapshot.missing_rows, strict=True))
+            ids = self._of_all_layers(snapshot.array, 0)
         self.begin_step()
         if missing:
             lacking = ", ".join(f"{layer} ({missing_rows[layer]})" for layer in missing)
             raise InvalidState(
                 f"snapshot_routing_data: expected {num_tokens} tokens to be recorded by every "
-                f"layer in this step, got layers that lack some (how many): {lacking}"
+                f"layer in this step, got layers that lack some (how many): {lacking}; "
+                "moe_layers= in the constructor leaves out layers without a router"
             )
         negative = numpy.argwhere(ids < 0)
         if len(negative):
@@ -252,7 +291,7 @@ class RoutedExpertsCapturer:
             return topk_ids, CaptureLayout.sharded(
                 counts, self._comm.rank, kept.count, token_offset=offset
             )
-        rows = (self._tp_all_gather or _vllm_tp_all_gather)(topk_ids)
+        rows = (self._tp_all_gather or vllm_values.tp_all_gather)(topk_ids)
         expected = num_rows * self.tp_size
         if _num_rows(rows) != expected:
             raise InvalidArgument(
@@ -269,29 +308,14 @@ class RoutedExpertsCapturer:
         blocks = [0, kept.count, expected - kept.count]
         return rows, CaptureLayout.concatenated(blocks, 1, token_offset=offset)
 
+    def _of_all_layers(self, recorded: Any, elsewhere: int) -> Any:
+        """A copy of ids of ``moe_layers`` with a place for every layer."""
+        ids = numpy.full((len(recorded), *self.shape_per_token), elsewhere, numpy.int32)
+        ids[:, self._moe_layers] = recorded
+        return ids
+
     def _given(self, array: Any) -> Any:
         return _torch().from_numpy(array) if self._library == "torch" else array
-
-
-def _config_values(vllm_config: Any) -> dict[str, int]:
-    """What a vLLM config says, by the names of our constructor."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    pcp_size = getattr(parallel, "prefill_context_parallel_size", 1)
-    if pcp_size > 1:
-        raise Unsupported(
-            f"prefill_context_parallel_size: expected 1, got {pcp_size}; routing of context "
-            "shards is not captured"
-        )
-    values = {
-        "num_layers": model.get_total_num_hidden_layers(),
-        "num_experts": model.get_num_experts(),
-        "top_k": model.get_num_experts_per_tok(),
-        "dp_rank": parallel.data_parallel_rank,
-        "tp_size": parallel.tensor_parallel_size,
-    }
-    if hasattr(parallel, "data_parallel_size"):
-        values["dp_size"] = parallel.data_parallel_size
-    return values
 
 
 def _required(name: str, given: int | None, known: dict[str, int], most: int | None = None) -> int:
@@ -301,6 +325,15 @@ def _required(name: str, given: int | None, known: dict[str, int], most: int | N
     if most is not None and value > most:
         raise InvalidArgument(f"{name}: expected at most {most}, got {value}")
     return _at_least_one(name, value)
+
+
+def _moe_layers(given: Sequence[int] | None, num_layers: int) -> list[int]:
+    layers = sorted(range(num_layers) if given is None else given)
+    if not layers or len(set(layers)) < len(layers):
+        raise InvalidArgument(f"moe_layers: expected one or more, each once, got {layers}")
+    for layer in layers:
+        _in_range("moe_layers", layer, num_layers)
+    return layers
 
 
 def _check_comm(comm: Communicator, tp_rank: int | None, tp_size: int) -> None:
@@ -340,30 +373,3 @@ def _torch() -> Any:
     if "torch" not in sys.modules:
         raise InvalidState('library: expected torch to be imported already, got library="torch"')
     return sys.modules["torch"]
-
-
-def _from_vllm(module: str, name: str, instead: str) -> Any:
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise InvalidState(
-            f"{instead}: expected vLLM's {module}.{name}, or {instead}= in the constructor, got "
-            f"neither ({error})"
-        ) from error
-
-
-def _vllm_forward_context() -> Any:
-    return _from_vllm("vllm.forward_context", "get_forward_context", "forward_context")()
-
-
-def _vllm_token_offset(context: Any) -> int:
-    slices = getattr(context, "ubatch_slices", None)
-    if not slices:
-        return 0
-    current = _from_vllm("vllm.v1.worker.ubatching", "dbo_current_ubatch_id", "token_offset")
-    return int(slices[current()].token_slice.start)
-
-
-def _vllm_tp_all_gather(topk_ids: Any) -> Any:
-    group = _from_vllm("vllm.distributed.parallel_state", "get_tp_group", "tp_all_gather")
-    return group().all_gather(topk_ids, dim=0)
