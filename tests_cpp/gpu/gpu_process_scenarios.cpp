@@ -142,6 +142,22 @@ void have_no_driver(const RankArguments& arguments) {
   comm.close();
 }
 
+/// The driver finds no device at first.
+void have_no_device(const RankArguments& arguments) {
+  cudasim::configure(simulated(arguments));
+  Communicator comm = join(arguments);
+  cudasim::fail_call("cuInit", 100);  // CUDA_ERROR_NO_DEVICE
+  try {
+    const FabricMemory memory(comm, kBytes);
+    say("shared");
+  } catch (const Unsupported& error) {
+    say(error.what());
+  }
+  const FabricMemory memory(comm, kBytes);  // looks again
+  say("shared");
+  comm.close();
+}
+
 }  // namespace
 
 namespace testing {
@@ -150,7 +166,8 @@ std::vector<Scenario> scenarios() {
   return {{"share_and_check", &share_and_check},
           {"lose_a_rank", &lose_a_rank},
           {"be_another_user", &be_another_user},
-          {"have_no_driver", &have_no_driver}};
+          {"have_no_driver", &have_no_driver},
+          {"have_no_device", &have_no_device}};
 }
 
 }  // namespace testing

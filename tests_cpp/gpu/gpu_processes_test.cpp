@@ -88,5 +88,23 @@ TEST(GpuProcessTest, WithoutADriverThereIsOneClearErrorAndTheCpuGoesOn) {
   }
 }
 
+TEST(GpuProcessTest, ADriverThatIsTooOldIsSaidSo) {
+  const TestDirectory directory;
+  auto ranks = spawn_processes("have_no_driver", 1, directory.path() + "/socket", "",
+                               {"FANFOLD_LIBCUDA=libm.so.6"});  // a library without the functions
+  EXPECT_EQ(ranks[0].read_line(),
+            "rank 0: GPU: expected a CUDA driver of version 12.0 or later, got an older one");
+  EXPECT_EQ(ranks[0].wait(), 0);
+}
+
+TEST(GpuProcessTest, ADriverWithoutDevicesIsSaidSoAndTheNextCallLooksAgain) {
+  const TestDirectory directory;
+  auto ranks = spawn_processes("have_no_device", 1, directory.path() + "/socket");
+  EXPECT_THAT(ranks[0].read_line(),
+              StartsWith("rank 0: GPU: expected a device, got cuInit: CUDA_ERROR_NO_DEVICE"));
+  EXPECT_EQ(ranks[0].read_line(), "shared");
+  EXPECT_EQ(ranks[0].wait(), 0);
+}
+
 }  // namespace
 }  // namespace fanfold

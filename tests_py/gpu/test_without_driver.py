@@ -12,7 +12,7 @@ from fanfold.testing import spawn_processes, spawn_threads
 if fanfold.build_info()["cuda"] in ("", "simulated"):
     pytest.skip("needs the build of preset cuda (tools/test --only sim)", allow_module_level=True)
 if torch.cuda.is_available():
-    pytest.skip("this machine has a GPU", allow_module_level=True)
+    pytest.skip("this machine has a GPU; one without runs this", allow_module_level=True)
 
 
 def exchange(comm: fanfold.Communicator) -> float:

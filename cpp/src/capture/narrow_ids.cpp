@@ -5,8 +5,10 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <utility>
 
 #include "base/kernels.h"
+#include "capture/id_types.h"
 
 namespace fanfold::capture {
 namespace {
@@ -64,22 +66,9 @@ std::int64_t number_of(Id id, std::int32_t num_experts) noexcept {
 /// Calls `body(Id{})` with the C++ type of an id that a router gives.
 template <class Body>
 void with_router_type(DType dtype, Body&& body) {
-  switch (dtype) {
-    case DType::kInt8:
-      return body(std::int8_t{});
-    case DType::kUInt8:
-      return body(std::uint8_t{});
-    case DType::kInt16:
-      return body(std::int16_t{});
-    case DType::kUInt16:
-      return body(std::uint16_t{});
-    case DType::kInt32:
-      return body(std::int32_t{});
-    case DType::kUInt32:
-      return body(std::uint32_t{});
-    default:
-      return body(std::int64_t{});
-  }
+  if (dtype == DType::kUInt32) return body(std::uint32_t{});
+  if (dtype == DType::kInt64) return body(std::int64_t{});
+  with_id_type(dtype, std::forward<Body>(body));
 }
 
 constexpr std::int64_t kBlock = 512;  // ids

@@ -16,7 +16,8 @@
 
 /// For tests of checks that see ordinary accesses of kernels.
 #define CUDASIM_SKIP_WITHOUT_ACCESSES() \
-  if (!::cudasim::sees_accesses()) GTEST_SKIP() << "this build's kernels show no accesses"
+  if (!::cudasim::sees_accesses())      \
+  GTEST_SKIP() << "under a real sanitizer kernels show no accesses; builds without one run this"
 
 namespace cudasim {
 
