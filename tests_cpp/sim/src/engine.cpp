@@ -47,8 +47,6 @@ Stats& counters() { return engine.stats; }
 int num_devices() { return engine.config.devices; }
 int current_device() { return this_threads_device; }
 void set_current_device(int device) { this_threads_device = device; }
-bool work_is_pending() { return !engine.unfinished.empty(); }
-
 cudaError_t sticky_error(int device) {
   return engine.devices.at(static_cast<std::size_t>(device))->sticky;
 }

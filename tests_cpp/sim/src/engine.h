@@ -30,9 +30,6 @@ int num_devices();
 int current_device();
 void set_current_device(int device);
 
-/// Is any stream, of any device, not idle?
-bool work_is_pending();
-
 /// Adds a report, or counts it again.
 void report(const std::string& kind, const std::string& text);
 
@@ -49,7 +46,6 @@ int unsafe_during_capture();
 
 /// Blocking copy, checked, ordered as cudaMemcpy on the null stream of the current device.
 cudaError_t copy_now(void* dst, const void* src, std::size_t bytes);
-cudaError_t set_now(void* dst, int value, std::size_t bytes);
 
 /// Runs the devices until `done()`; the calling host thread learns nothing of clocks by it.
 cudaError_t run_until(const std::function<bool()>& done);

@@ -85,10 +85,6 @@ cudaError_t copy_now(void* dst, const void* src, std::size_t bytes) {
   return submit_and_wait(this_device().legacy, copy_of(dst, src, bytes));
 }
 
-cudaError_t set_now(void* dst, int value, std::size_t bytes) {
-  return submit_and_wait(this_device().legacy, set_of(dst, value, bytes));
-}
-
 }  // namespace cudasim
 
 using namespace cudasim;
