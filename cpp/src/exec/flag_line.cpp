@@ -7,16 +7,6 @@
 namespace fanfold::exec {
 namespace {
 
-constexpr std::uint64_t pack(std::uint32_t low, std::uint32_t high) noexcept {
-  return low | (std::uint64_t{high} << 32);
-}
-constexpr std::uint32_t low(std::uint64_t word) noexcept {
-  return static_cast<std::uint32_t>(word);
-}
-constexpr std::uint32_t high(std::uint64_t word) noexcept {
-  return static_cast<std::uint32_t>(word >> 32);
-}
-
 template <class Value>
 std::string differ(const char* what, int rank, const Value& mine, int peer, const Value& got) {
   return base::str(what, ": rank ", rank, " has ", mine, ", rank ", peer, " has ", got);
@@ -45,39 +35,19 @@ const char* name_of(CallKind kind) noexcept {
 }
 
 void publish(FlagLine& line, const FlagFields& fields) noexcept {
-  constexpr auto kRelaxed = std::memory_order_relaxed;
+  FlagFields sent = fields;
   // Before the first store: fetching the line is part of the way.
-  const auto sent_ns = static_cast<std::uint64_t>(base::now_ns());
-  const std::uint32_t call =
-      static_cast<std::uint32_t>(fields.kind) | (std::uint32_t{fields.member} << 16);
-  line.words[1].store(pack(fields.generation, call), kRelaxed);
-  line.words[2].store(pack(fields.round_max_tokens, fields.num_tokens), kRelaxed);
-  line.words[3].store(pack(fields.num_rows, fields.num_payloads), kRelaxed);
-  line.words[4].store(fields.digest, kRelaxed);
-  line.words[5].store(pack(fields.placement_version, fields.mask_digest), kRelaxed);
-  line.words[6].store(fields.routing, kRelaxed);
-  line.words[7].store(sent_ns, kRelaxed);
-  line.words[0].store(fields.epoch, std::memory_order_release);
+  sent.sent_ns = base::now_ns();
+  for (int i = 1; i < kFlagWords; ++i) {
+    line.words[i].store(flag_word(sent, i), std::memory_order_relaxed);
+  }
+  line.words[0].store(sent.epoch, std::memory_order_release);
 }
 
 FlagFields read(const FlagLine& line) noexcept {
-  std::uint64_t words[8];
-  for (int i = 0; i < 8; ++i) words[i] = line.words[i].load(std::memory_order_relaxed);
-  FlagFields fields;
-  fields.epoch = words[0];
-  fields.generation = low(words[1]);
-  fields.kind = static_cast<CallKind>(high(words[1]) & 0xffffU);
-  fields.member = static_cast<std::uint16_t>(high(words[1]) >> 16);
-  fields.round_max_tokens = low(words[2]);
-  fields.num_tokens = high(words[2]);
-  fields.num_rows = low(words[3]);
-  fields.num_payloads = high(words[3]);
-  fields.digest = words[4];
-  fields.placement_version = low(words[5]);
-  fields.mask_digest = high(words[5]);
-  fields.routing = words[6];
-  fields.sent_ns = static_cast<std::int64_t>(words[7]);
-  return fields;
+  std::uint64_t words[kFlagWords];
+  for (int i = 0; i < kFlagWords; ++i) words[i] = line.words[i].load(std::memory_order_relaxed);
+  return flag_fields(words);
 }
 
 std::string difference(const FlagFields& mine, int rank, const FlagFields& got, int peer) {

@@ -15,41 +15,14 @@
 #include <string>
 
 #include "base/byte_math.h"
+#include "exec/flag_fields.h"
 
 namespace fanfold::exec {
 
-/// What the sender of a flag is doing.
-enum class CallKind : std::uint16_t {
-  kNone,
-  kDispatch,        // new routing
-  kDispatchRouted,  // payloads along an earlier routing
-  kCombine,         // ends the round
-  kCombineKeep,     // the round stays open
-  kRelease,         // an empty combine
-  kAck,             // has pulled the rows of a kCombineKeep
-};
-
 const char* name_of(CallKind kind) noexcept;
 
-/// Contents of a line. All but `epoch` and the two counts must be equal on both sides.
-struct FlagFields {
-  std::uint64_t epoch = 0;
-  std::uint32_t generation = 0;
-  CallKind kind = CallKind::kNone;
-  std::uint16_t member = 0;  // of the AllToAlls that share a workspace, in order of creation
-  std::uint32_t round_max_tokens = 0;   // m
-  std::uint32_t num_tokens = 0;         // T of the sender
-  std::uint32_t num_rows = 0;           // rows for the reader; of a combine: how they come home
-  std::uint32_t num_payloads = 0;       // or the hidden size of a combine
-  std::uint64_t digest = 0;             // of the payload set; 0 for a combine
-  std::uint32_t placement_version = 0;  // of the sender's placement
-  std::uint32_t mask_digest = 0;        // of the sender's active mask
-  std::uint64_t routing = 0;            // identity of the routing that is re-used
-  std::int64_t sent_ns = 0;             // when it was published; not compared
-};
-
 struct alignas(base::kCacheLine) FlagLine {
-  std::atomic<std::uint64_t> words[8];
+  std::atomic<std::uint64_t> words[kFlagWords];
 };
 
 /// Stores `fields` and the present time; the epoch with release, paired with the acquire in

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "gpu/kernels/flags.cuh"
+#include "gpu/kernels/kernels.h"
+#include "gpu/kernels/launcher.h"
+
+namespace fanfold::gpu {
+namespace {
+
+/// Grid: one block. Announces what the kernels before it in the stream have written (their end
+/// carries it to this kernel, the fence in `announce` on to the peers), waits for the peers' flags
+/// of the phase, or does both. Nothing resets the flags: epochs grow.
+__global__ void __launch_bounds__(kThreads)
+    signal_kernel(const __grid_constant__ exec::DeviceSignalParams p) {
+  if (!begin(p.round)) return;
+  const exec::DeviceSlot& slot = *p.round.slot;
+  const bool is_dispatch = p.flags.phase == exec::DevicePhase::kDispatch;
+  const std::uint64_t epoch = is_dispatch ? slot.epoch : combine_epoch(slot);
+  if (p.announces) announce(p.round, p.flags, epoch, nullptr, slot.num_tokens);
+  if (p.waits) await(p.round, p.flags, epoch, p.counts, slot.num_tokens);
+}
+
+}  // namespace
+
+cudaError_t signal(const exec::DeviceSignalParams& params, cudaStream_t stream) {
+  return launch_blocks("signal", signal_kernel, 1, 0, stream, params);
+}
+
+}  // namespace fanfold::gpu
