@@ -28,6 +28,11 @@ if(FANFOLD_BUILD_TESTS AND BUILD_SHARED_LIBS)
   message(FATAL_ERROR "FANFOLD_BUILD_TESTS=ON: expected BUILD_SHARED_LIBS=OFF, got ON")
 endif()
 option(FANFOLD_BUILD_PYTHON "Build the Python extension module" OFF)
+option(
+  FANFOLD_BUILD_DEVICE_CHECK
+  "Build device_check, which checks and measures a GPU (static library with the GPU backend only)"
+  OFF
+)
 option(FANFOLD_INSTALL "Install the library, its headers and its CMake package" ON)
 option(FANFOLD_WERROR "Turn compiler warnings into errors" OFF)
 
@@ -50,6 +55,13 @@ if(FANFOLD_CUDA STREQUAL "SIM")
   set(FANFOLD_CUDA_IS_SIMULATED ON)
 else()
   set(FANFOLD_CUDA_IS_SIMULATED OFF)
+endif()
+
+if(FANFOLD_BUILD_DEVICE_CHECK AND (BUILD_SHARED_LIBS OR NOT FANFOLD_WITH_CUDA))
+  message(
+    FATAL_ERROR
+    "FANFOLD_BUILD_DEVICE_CHECK=ON: expected BUILD_SHARED_LIBS=OFF and FANFOLD_CUDA=ON or SIM"
+  )
 endif()
 
 if(FANFOLD_WITH_CUDA AND NOT FANFOLD_CUDA_IS_SIMULATED)

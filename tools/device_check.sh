@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Checks and measures the GPU backend on this machine's GPU, in under five minutes, and prints what
+# it saw: how memory can be shared, random rounds against the CPU, graphs, a sanitizer, times.
+set -uo pipefail
+
+usage() {
+  cat <<'TEXT'
+Usage: tools/device_check.sh [--program FILE] [--out DIR]
+
+  --program  a device_check built before; else it is built here, for this machine's GPU, which needs
+             nvcc, CMake and Ninja
+  --out      where the output is kept (build/device_check)
+TEXT
+}
+
+program=
+out=
+while (($#)); do
+  case $1 in
+    --program) program=${2:-}; shift 2 || shift ;;
+    --out) out=${2:-}; shift 2 || shift ;;
+    -h | --help) usage; exit 0 ;;
+    *) usage >&2; exit 2 ;;
+  esac
+done
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+out=${out:-build/device_check}
+mkdir -p "$out"
+
+# Kernels that wait for each other must all be loaded before one of them runs, and each stream needs
+# a queue of its own.
+export CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=32
+
+status=0
+# step NAME SECONDS COMMAND...: runs it under a limit; the output is kept and shown.
+step() {
+  local name=$1 limit=$2 begin=$SECONDS
+  shift 2
+  timeout --kill-after=5 "$limit" "$@" >"$out/$name.txt" 2>&1
+  local result=$?
+  sed 's/^/  /' "$out/$name.txt" | tail -n 30
+  if ((result != 0)); then status=1; fi
+  printf '%-28s %-7s %4d s\n' "$name" "$([[ $result == 0 ]] && echo passed || echo "FAILED ($result)")" \
+    $((SECONDS - begin)) | tee -a "$out/summary.txt"
+  return "$result"
+}
+
+: >"$out/summary.txt"
+if [[ -z $program ]]; then
+  arch=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d '.')
+  step build 90 bash -c "cmake --preset device -DCMAKE_CUDA_ARCHITECTURES=${arch:-90}-real &&
+    cmake --build build/device --parallel $(nproc) --target device_check" || exit 1
+  program=build/device/tests_cpp/device_check
+fi
+
+# Nothing else may spin where streams do not run at the same time.
+step probe 30 "$program" probe ranks=8 || exit 1
+for ranks in 2 4 8; do
+  step "rounds-$ranks" 30 "$program" rounds ranks=$ranks tokens=64 hidden=7168 rounds=30
+done
+step rounds-by-expert 30 "$program" rounds ranks=8 tokens=64 hidden=7168 layout=expert_major rounds=20
+step graph 30 "$program" rounds ranks=8 tokens=64 hidden=7168 graph=1 rounds=50
+step graph-by-expert 30 "$program" rounds ranks=4 tokens=33 hidden=1344 layout=expert_major graph=1 rounds=50
+if command -v compute-sanitizer >/dev/null; then
+  for tool in memcheck racecheck; do
+    step "$tool" 40 compute-sanitizer --tool "$tool" --error-exitcode 1 "$program" rounds ranks=2 \
+      tokens=8 hidden=128 experts=8 top_k=2 rounds=2 timeout_ms=20000
+  done
+else
+  echo "compute-sanitizer: not installed, left out" | tee -a "$out/summary.txt"
+fi
+for tokens in 1 8 32 128; do
+  step "bench-$tokens" 20 "$program" bench ranks=8 tokens=$tokens hidden=7168 experts=256 rounds=200
+done
+step bench-4096 40 "$program" bench ranks=8 tokens=4096 hidden=7168 experts=256 rounds=20
+step bench-by-expert 30 "$program" bench ranks=8 tokens=128 hidden=7168 experts=256 rounds=100 layout=expert_major
+
+echo
+grep -h '^bench:' "$out"/bench-*.txt
+cat "$out/summary.txt"
+exit "$status"
