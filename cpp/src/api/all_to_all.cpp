@@ -64,7 +64,8 @@ Round AllToAll::dispatch_send(const DispatchInputs& inputs) {
 }
 
 Received AllToAll::dispatch_recv(const Round& round,
-                                 std::optional<std::chrono::nanoseconds> timeout) {
+                                 std::optional<std::chrono::nanoseconds> timeout,
+                                 std::optional<void*> /*stream*/) {
   const Impl::Call guard(impl());
   impl().require_not_failed();
   impl().require_two_phase("dispatch_recv");
@@ -129,7 +130,7 @@ void AllToAll::combine_recv(const CombineInputs& inputs, const Round& round) {
   impl().combine_recv(slot, {&resolved, impl().deadline(inputs.timeout)});
 }
 
-void AllToAll::release(const Round& round) {
+void AllToAll::release(const Round& round, std::optional<void*> /*stream*/) {
   const Impl::Call guard(impl());
   impl().require_not_failed();
   Slot& slot = impl().slot_of(round, SlotState::kReceived, "release");
@@ -139,7 +140,7 @@ void AllToAll::release(const Round& round) {
 
 void AllToAll::sanitize(const TensorView& ids, const TensorView& counts,
                         std::int64_t invalid_expert_id, SanitizePolicy policy,
-                        const TensorView& out) const {
+                        const TensorView& out, std::optional<void*> /*stream*/) const {
   const Impl::Call guard(impl());
   impl().require_usable();
   api::check_sanitize(ids, counts, invalid_expert_id, out);

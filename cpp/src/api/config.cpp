@@ -170,6 +170,9 @@ void check_wires(const AllToAllConfig& config, const Capabilities& record) {
 }  // namespace
 
 ResolvedConfig resolve(const AllToAllConfig& config, int num_ranks) {
+  if (config.device != DeviceType::kCpu) {
+    throw Unsupported("device: expected cpu (rows do not move on a GPU yet), got cuda");
+  }
   check_scalars(config);
   check_range("num_ranks", num_ranks, 1, AllToAll::kMaxRanks);
   check_range("max_tokens_per_rank * num_ranks * top_k",
