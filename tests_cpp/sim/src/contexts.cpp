@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "driver_device.h"
+#include "runtime.h"
 
 // The driver's own type, which cuda.h leaves open: the primary context of one device.
 struct CUctx_st {
@@ -158,6 +159,20 @@ CUresult cuCtxGetDevice(CUdevice* device) {
       return CUDA_ERROR_INVALID_CONTEXT;
     }
     *device = current->device;
+    return CUDA_SUCCESS;
+  });
+}
+
+CUresult cuStreamGetCtx(CUstream handle, CUcontext* context) {
+  return driver_call("cuStreamGetCtx", [&] {
+    if (context == nullptr) {
+      return CUDA_ERROR_INVALID_VALUE;
+    }
+    const Stream* const stream = find_stream(handle);
+    if (stream == nullptr) {
+      return CUDA_ERROR_INVALID_HANDLE;
+    }
+    *context = context_of(stream->device->id);
     return CUDA_SUCCESS;
   });
 }
