@@ -176,8 +176,10 @@ TEST_F(DriverLitmus, StreamsTellTheirContextAndWhetherTheyCapture) {
   CUcontext found = nullptr;
   ASSERT_EQ(cuStreamGetCtx(stream(1), &found), CUDA_SUCCESS);
   EXPECT_EQ(found, second);
+  ASSERT_EQ(cuCtxPushCurrent(first), CUDA_SUCCESS);
   ASSERT_EQ(cuStreamGetCtx(nullptr, &found), CUDA_SUCCESS);
   EXPECT_EQ(found, first);
+  ASSERT_EQ(cuCtxPopCurrent(&found), CUDA_SUCCESS);
   int no_stream = 0;
   EXPECT_EQ(cuStreamGetCtx(reinterpret_cast<CUstream>(&no_stream), &found),
             CUDA_ERROR_INVALID_HANDLE);
