@@ -271,6 +271,21 @@ TEST_F(DriverLitmus, DriverAndRuntimeHaveOneCurrentDevice) {
   EXPECT_EQ(cuDevicePrimaryCtxRelease(2), CUDA_ERROR_INVALID_CONTEXT);
 }
 
+TEST_F(DriverLitmus, APopBringsBackTheDeviceThatTheRuntimeChose) {
+  CUcontext context = nullptr;
+  ASSERT_EQ(cuDevicePrimaryCtxRetain(&context, 2), CUDA_SUCCESS);
+  for (const int chosen : {0, 1, 0}) {
+    ASSERT_EQ(cudaSetDevice(chosen), cudaSuccess);
+    ASSERT_EQ(cuCtxPushCurrent(context), CUDA_SUCCESS);
+    CUcontext popped = nullptr;
+    ASSERT_EQ(cuCtxPopCurrent(&popped), CUDA_SUCCESS);
+    int device = -1;
+    ASSERT_EQ(cudaGetDevice(&device), cudaSuccess);
+    EXPECT_EQ(device, chosen);
+  }
+  ASSERT_EQ(cuDevicePrimaryCtxRelease(2), CUDA_SUCCESS);
+}
+
 TEST_F(DriverLitmus, EachThreadHasItsOwnCurrentContext) {
   CUcontext first = nullptr;
   CUcontext second = nullptr;

@@ -97,8 +97,12 @@ CUresult cuCtxPushCurrent_v2(CUcontext context) {
     if (const CUresult error = check_context(context); error != CUDA_SUCCESS) {
       return error;
     }
+    // What the pop brings back: the runtime may have chosen another device since the last call.
+    const Entry below = {current_context(), current_device()};
     if (entries.empty()) {
-      entries.push_back({current_context(), current_device()});  // what the last pop brings back
+      entries.push_back(below);
+    } else {
+      entries.back() = below;
     }
     entries.push_back({context, context->device});
     set_current_device(context->device);
