@@ -114,9 +114,8 @@ __device__ inline bool find_targets(const Params& p, std::uint64_t tag, const Ti
     int num = 0;
     for (int word = 0; word * 32 < p.round.num_ranks; ++word) num += __popc(bits.words[word][row]);
     rows.num_targets[row] = num;
-    if (num < per_token) {
-      p.targets[(std::int64_t{tile.first} + row) * per_token + num] = plan::Target{-1, 0};
-    }
+    plan::Target* const targets = p.targets + (std::int64_t{tile.first} + row) * per_token;
+    for (int i = num; i < per_token; ++i) targets[i] = plan::Target{-1, 0};
   }
   __syncthreads();
   return true;
@@ -224,7 +223,8 @@ __device__ inline void push_tile(const Params& p, const Tile& tile, const TileRo
 /// block to end begins the slot's next epoch, raises this rank's flags (after all blocks' rows:
 /// flags.cuh) and, if `waits`, waits for those of the peers; no other block waits for a peer.
 /// It also leaves the counters of the slot at 0; nothing else needs resetting.
-__global__ void __launch_bounds__(kThreads) dispatch_send_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kThreads, 2)
+    dispatch_send_kernel(const __grid_constant__ Params p) {
   if (!begin(p.round)) return;
   struct NumTargets {
     std::int32_t of[exec::kTileRows];

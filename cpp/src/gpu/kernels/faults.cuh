@@ -39,6 +39,16 @@ enum class Fault : int {
   kCountersStay,         // the next kernel finds no tile left
   kCombinesStay,         // the combines of the slot's last round are not forgotten
   kTokensOfWord,         // a token count on the device is taken for more than the rows given
+  // arrange.cu
+  kPadsLastRow,             // the ids of each source's last row are overwritten
+  kNoBarrierBeforeRepeats,  // experts of rows are compared while they are written
+  kWeightOfFirst,           // weights of repeats are not added
+  kOffsetsInclusive,        // an expert's offset counts its own rows
+  kArrangeCountersStay,     // the next kernel finds no tile left
+  // describe_rows.cu
+  kDescribesPadding,  // one row more than came is described
+  // sanitize.cu
+  kSanitizesLastRow,  // the last row with a token is taken for padding
 };
 
 #if defined(FANFOLD_SEEDED_FAULTS)
