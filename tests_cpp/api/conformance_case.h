@@ -28,6 +28,9 @@ struct ConformanceCase {
   int num_ranks = 1;
   SpawnRanks spawn = nullptr;
   int num_gpus = 0;  // that the ranks share in turn; 0: they run on the CPU
+  // Around each test, where not null.
+  void (*begin)(const ConformanceCase&) = nullptr;
+  void (*end)() = nullptr;
 };
 
 inline std::string name_of_case(const ::testing::TestParamInfo<ConformanceCase>& info) {
@@ -69,6 +72,13 @@ inline std::vector<ConformanceCase> select(const std::vector<ConformanceCase>& c
 
 class AllToAllConformance : public ::testing::TestWithParam<ConformanceCase> {
  protected:
+  void SetUp() override {
+    if (GetParam().begin != nullptr) GetParam().begin(GetParam());
+  }
+  void TearDown() override {
+    if (GetParam().end != nullptr) GetParam().end();
+  }
+
   static int num_ranks() { return GetParam().num_ranks; }
 
   /// Sizes that are no multiple of anything: uneven experts, an odd row.

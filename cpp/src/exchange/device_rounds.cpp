@@ -211,6 +211,7 @@ void DeviceExchange::add_counts(const Slot& slot,
                                 exec::DeviceArrangeParams& params) const noexcept {
   params.expert_counts = counts(slot) + num_ranks();
   params.offsets = params.expert_counts + workspace_.max_local_experts;
+  params.max_pairs = plan::max_pairs(workspace_.top_k, workspace_.max_local_experts);
 }
 
 void DeviceExchange::arrange_rows(Slot& slot) {
@@ -221,15 +222,14 @@ void DeviceExchange::arrange_rows(Slot& slot) {
     params.routed_tokens = routing->source_tokens;
     params.source_tokens = const_cast<std::int32_t*>(received_tokens(slot));
     params.restored_weights = const_cast<float*>(received_weights(slot));
-  } else {
-    params.pads_ids = true;
-    params.invalid_expert_id = slot.invalid_expert_id;
   }
-  if (is_per_expert(setup_.config.layout)) {
+  if (!is_per_expert(setup_.config.layout)) {
+    params.pads_ids = true;  // those of layouts per expert are not seen
+    params.invalid_expert_id = slot.invalid_expert_id;
+  } else {
     add_counts(slot, params);
     slot.has_expert_counts = true;
     params.pairs = local_at<plan::ExpertRow>(slot, workspace_.device.pairs_offset);
-    params.max_pairs = plan::max_pairs(workspace_.top_k, workspace_.max_local_experts);
     if (slot.has_weights) params.expert_weights = layout_weights(slot);
     params.num_payloads = static_cast<std::int32_t>(slot.payloads.size());
     for (std::size_t i = 0; i < slot.payloads.size(); ++i) {
