@@ -13,15 +13,31 @@ namespace fanfold::gpu {
 enum class Fault : int {
   kNone,
   // flags.cuh
-  kNoBarrierBeforeCount,   // a block counts itself while its threads still write
-  kRelaxedCount,           // blocks count themselves without release and acquire
-  kNoFenceBeforeEpoch,     // the epoch is stored without a fence
-  kFenceOfDevice,          // that fence does not reach other devices
-  kRelaxedWait,            // the epoch is read without acquire
-  kAcquireOfDevice,        // that acquire does not reach other devices
-  kAnyEpoch,               // any epoch but zero is taken for the one that is waited for
-  kSkipsLastPeer,          // the last peer is not waited for
-  kEpochBeforeWords,       // the epoch is stored before the words of the line
+  kNoBarrierBeforeCount,  // a block counts itself while its threads still write
+  kRelaxedCount,          // blocks count themselves without release and acquire
+  kNoFenceBeforeEpoch,    // the epoch is stored without a fence
+  kFenceOfDevice,         // that fence does not reach other devices
+  kRelaxedWait,           // the epoch is read without acquire
+  kAcquireOfDevice,       // that acquire does not reach other devices
+  kAnyEpoch,              // any epoch but zero is taken for the one that is waited for
+  kSkipsLastPeer,         // the last peer is not waited for
+  kEpochBeforeWords,      // the epoch is stored before the words of the line
+  // combine_send.cu
+  kSendsOneRowLess,      // the last received row is left out
+  kSendsToNextRow,       // rows go one row too far
+  kAnnouncesFirst,       // the first block announces, whatever the others do
+  kCombineCountersStay,  // the counters are not reset
+  kCombineDoesNotWait,   // the peers' flags are not waited for
+  kListNotReady,         // lanes read the list of rows without having met its writers
+  // sum_rows.cu
+  kSkipsLastTarget,    // the last row of a token is not added
+  kAddsBackwards,      // rows are added in the order of falling ranks
+  kPullsNextRow,       // rows are pulled from one row too far
+  kRowsBehindStay,     // rows of `out` behind the tokens are not cleared
+  kAcksFirst,          // the acknowledgement is raised before the rows are pulled
+  kCombineNotCounted,  // a later combine of the round has the epoch of this one
+  // numbers.cuh
+  kScaleOfWarp,  // two blocks of a row share the larger scale
 };
 
 #if defined(FANFOLD_SEEDED_FAULTS)
