@@ -49,6 +49,22 @@ enum class Fault : int {
   kDescribesPadding,  // one row more than came is described
   // sanitize.cu
   kSanitizesLastRow,  // the last row with a token is taken for padding
+  // combine_send.cu
+  kSendsOneRowLess,      // the last received row is left out
+  kSendsToNextRow,       // rows go one row too far
+  kAnnouncesFirst,       // the first block announces, whatever the others do
+  kCombineCountersStay,  // the counters are not reset
+  kCombineDoesNotWait,   // the peers' flags are not waited for
+  kListNotReady,         // lanes read the list of rows without having met its writers
+  // sum_rows.cu
+  kSkipsLastTarget,    // the last row of a token is not added
+  kAddsBackwards,      // rows are added in the order of falling ranks
+  kPullsNextRow,       // rows are pulled from one row too far
+  kRowsBehindStay,     // rows of `out` behind the tokens are not cleared
+  kAcksFirst,          // the acknowledgement is raised before the rows are pulled
+  kCombineNotCounted,  // a later combine of the round has the epoch of this one
+  // numbers.cuh
+  kScaleOfWarp,  // two blocks of a row share the larger scale
 };
 
 #if defined(FANFOLD_SEEDED_FAULTS)
