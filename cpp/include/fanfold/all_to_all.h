@@ -22,7 +22,8 @@
 namespace fanfold {
 
 /// Inputs of one dispatch. T tokens of this rank, K = top_k. All are only read, and only until the
-/// call returns. A tensor of zero tokens may have a null pointer.
+/// call returns; on a GPU, until `stream` has passed the call. All tensors lie on the device of the
+/// AllToAll. A tensor of zero tokens may have a null pointer.
 struct FANFOLD_EXPORT DispatchInputs {
   /// [T, K] int16, int32, int64 or uint32, any row stride; a negative id selects no expert. May be
   /// empty for layout kGathered, and with `routing`.
@@ -33,11 +34,17 @@ struct FANFOLD_EXPORT DispatchInputs {
   /// m with T <= m <= M, equal on all ranks; default M.
   std::optional<std::int64_t> round_max_tokens;
   Routing routing;  ///< send along an earlier dispatch's rows
-  /// What each rank's T is, where the caller knows it; verified.
+  /// What each rank's T is, where the caller knows it; verified, on a GPU by Received::host_counts.
   std::optional<std::vector<std::int64_t>> num_tokens_per_rank;
-  TensorView num_tokens;  ///< optional one int32: only the first n rows are tokens
+  /// Optional one int32: only the first n rows are tokens. On a GPU it is read when the work runs,
+  /// so that a captured graph replays with another number (at least 0, at most the rows given);
+  /// `out` then has as many rows as were given, and those from n on become zeros.
+  TensorView num_tokens;
   std::optional<std::int64_t> invalid_expert_id;  ///< default -1
+  /// On a GPU each wait of its kernels has this long.
   std::optional<std::chrono::nanoseconds> timeout;
+  /// A cudaStream_t; null is the legacy default stream. On a GPU it must be given; else ignored.
+  std::optional<void*> stream;
 };
 
 /// Inputs of one combine.
@@ -52,6 +59,7 @@ struct FANFOLD_EXPORT CombineInputs {
   /// ranks.
   bool release = true;
   std::optional<std::chrono::nanoseconds> timeout;
+  std::optional<void*> stream;  ///< on a GPU; none: that of the round's dispatch
 };
 
 /// What a strategy can do.
@@ -100,6 +108,15 @@ struct FANFOLD_EXPORT Feasibility {
 /// PeerTimeout and PeerAborted, put it into state failed until `reset()`. After PeerLost close it.
 /// Threads: one call at a time per object, else InvalidState; `abort` may be called at any time.
 /// All calls run on the calling thread and wait only where they say so, with a deadline.
+///
+/// On a GPU (AllToAllConfig::device) the calls of a round only enqueue work on their stream;
+/// "waits" then means that the stream does, and the caller orders the streams of one round. Errors
+/// of the work (PeerTimeout, PeerAborted, PeerLost, InvalidArgument where the ranks' calls differ)
+/// are thrown by the next call that looks: any of a round, `check`, Received::host_counts. Work
+/// that was enqueued behind a failure does nothing. Graph capture: a round that is dispatched in a
+/// capture must end in it, and one from outside cannot go on in one (InvalidState). Every rank
+/// replays its graphs in one order, and makes no round of its own between. A failed round ends the
+/// work of all replays until `reset`.
 class FANFOLD_EXPORT AllToAll {
  public:
   static constexpr int kMaxPayloads = 16;
@@ -112,6 +129,9 @@ class FANFOLD_EXPORT AllToAll {
   ///         configurations differ: on every rank, naming the field and both values.
   /// @throws Unsupported  the strategy lacks the layout or a wire.
   /// @throws CapacityExceeded  the caller's buffers of `allocator` have no room: on every rank.
+  /// On a GPU: memory of `config.device_index`, from an allocator of its own or one whose memory is
+  /// of that device (InvalidArgument). Synchronizes with its own copies only. Graph capture: not
+  /// allowed.
   /// @throws PeerTimeout, PeerLost, SystemFailure, std::bad_alloc; a rank that runs out of memory
   ///         ends it on all of them.
   ///
@@ -150,29 +170,37 @@ class FANFOLD_EXPORT AllToAll {
 
   /// Sends each token once to each rank that hosts one of its experts, and receives. Waits for
   /// every active rank's rows.
+  /// Stream (GPU): enqueues on `inputs.stream`. Never synchronizes. Graph capture: allowed.
   /// @throws InvalidArgument, InvalidState, PeerTimeout, PeerAborted, PeerLost
   /// @throws CapacityExceeded  strategy high_throughput: a rank has no memory for as many rows. On
   ///         every rank, before a row moves; the round has not begun.
   Received dispatch(const DispatchInputs& inputs);
-  /// First half: never waits for a peer, except for a slot whose previous round ended by `release`
-  /// while a peer still holds it.
+  /// First half: never waits for a peer, except (CPU) for a slot whose previous round ended by
+  /// `release` while a peer still holds it.
+  /// Stream (GPU): enqueues on `inputs.stream`. Never synchronizes. Graph capture: allowed.
   /// @throws InvalidState  all `max_in_flight` slots hold open rounds; nothing was sent.
   /// @throws Unsupported   the strategy has no two phases.
   Round dispatch_send(const DispatchInputs& inputs);
   /// Second half: waits for every active rank.
+  /// Stream (GPU): enqueues on `stream`; none: that of the round's dispatch_send. Never
+  /// synchronizes. Graph capture: of the round's dispatch_send only.
   Received dispatch_recv(const Round& round,
-                         std::optional<std::chrono::nanoseconds> timeout = std::nullopt);
+                         std::optional<std::chrono::nanoseconds> timeout = std::nullopt,
+                         std::optional<void*> stream = std::nullopt);
 
   /// Where the experts of `round` may write their results so that combine copies nothing:
   /// by layout [R, m, H], [sum of T, H], [L, R*m, H], [N, H] or [N', H]. Defaults: the configured
   /// hidden and combine_dtype. Never overlaps the received rows. Contents are unspecified.
+  /// Stream: none. Graph capture: allowed.
   TensorView combine_buffer(const Round& round, std::optional<std::int64_t> hidden = std::nullopt,
                             std::optional<DType> dtype = std::nullopt);
   /// {T, H}: the shape of `out` for an open round; H as the results that were sent have it, else
-  /// the configured hidden.
+  /// the configured hidden. On a GPU T is the number of rows given to dispatch.
   std::pair<std::int64_t, std::int64_t> out_shape(const Round& round) const;
   /// Adds each token's rows and writes `out`; a token without an expert becomes zeros. Ends the
   /// round unless `release` is false. Waits for every active rank.
+  /// Stream (GPU): enqueues on `inputs.stream`, none: that of the round's dispatch. Never
+  /// synchronizes. Graph capture: of the round's dispatch only. So for both halves.
   void combine(const CombineInputs& inputs, const Round& round);
   /// First half: stages or reduces `inputs.y` and announces it; `inputs.out` is not used. Never
   /// waits.
@@ -180,24 +208,35 @@ class FANFOLD_EXPORT AllToAll {
   /// Second half; `inputs.y` is not used.
   void combine_recv(const CombineInputs& inputs, const Round& round);
   /// Ends a round without a combine. Every rank must do so. Does not wait.
-  void release(const Round& round);
+  /// Stream (GPU): enqueues on `stream`, none: that of the round's dispatch; the stream then waits
+  /// until every active rank has left the round. Never synchronizes. Graph capture: of the round's
+  /// dispatch only.
+  void release(const Round& round, std::optional<void*> stream = std::nullopt);
 
   /// Writes `ids` [R, m, K] (or [rows, K]) to `out`, overwriting ids as `policy` says. `counts`
   /// int32 [R] (or [1]): rows with a token in each [r].
   /// Local; `out` may be `ids`.
+  /// Stream (GPU): enqueues on `stream`, which must be given; all three tensors lie on the device.
+  /// Counts that lie outside of [0, m] are taken for the nearest number inside. Never synchronizes.
+  /// Graph capture: allowed.
   void sanitize(const TensorView& ids, const TensorView& counts, std::int64_t invalid_expert_id,
-                SanitizePolicy policy, const TensorView& out) const;
+                SanitizePolicy policy, const TensorView& out,
+                std::optional<void*> stream = std::nullopt) const;
 
   /// Ranks left out: no rows go to them, they are not waited for, what they hold is missing from
   /// the sums. Takes effect with the next dispatch; equal on all active ranks, which the flags
   /// verify.
   /// @throws InvalidArgument  wrong length, or this rank is masked out.
   /// @throws InvalidState     a round is open.
+  /// On a GPU: waits for all work of the device; not in a graph capture, and what was captured
+  /// before takes the new mask, too.
   void set_active_mask(const std::vector<bool>& active);
   std::vector<bool> active_mask() const;
 
   /// Moves experts: a new placement of as many (physical) experts. Collective, waits; no round may
-  /// be open. The flags carry its version; routings made before are refused.
+  /// be open. The flags carry its version; routings made before are refused. On a GPU: waits for
+  /// all work of the device; not in a graph capture, and rounds captured before, but for those
+  /// along a routing, take the new placement, too.
   /// @throws InvalidArgument  the placements of the ranks differ, or the workspace has no room for
   ///         a rank's experts (see AllToAllConfig::max_local_experts); nothing has changed.
   /// @throws InvalidState     a round is open.
@@ -205,23 +244,28 @@ class FANFOLD_EXPORT AllToAll {
                      std::optional<std::chrono::nanoseconds> timeout = std::nullopt);
 
   /// Threads that move rows in large rounds, the caller's included; 1..256, default 1. Results are
-  /// the same bit for bit. Local, between calls.
+  /// the same bit for bit. Local, between calls. No effect on a GPU.
   void set_num_workers(int num_workers);
   int num_workers() const;
 
-  /// Makes the waits of all ranks on this AllToAll throw PeerAborted(rank, reason). Any thread.
+  /// Makes the waits of all ranks on this AllToAll throw PeerAborted(rank, reason). Any thread. On
+  /// a GPU the kernels of all ranks stop waiting, and their next calls throw.
   void abort(const std::string& reason);
-  /// Brings a failed AllToAll back: ends all open rounds. Collective over the active ranks, waits.
+  /// Brings a failed AllToAll back: ends all open rounds. Collective over the active ranks, waits;
+  /// on a GPU first for all work of the device. Graph capture: not allowed.
   void reset(std::optional<std::chrono::nanoseconds> timeout = std::nullopt);
   /// Collective: waits until every active rank has called it or has left, then gives the workspace
-  /// back. Idempotent. Not the last of those that share a workspace: see the constructor.
+  /// back. Idempotent. Not the last of those that share a workspace: see the constructor. On a GPU
+  /// first waits for all work of the device. Graph capture: not allowed.
   void close(std::optional<std::chrono::nanoseconds> timeout = std::nullopt);
   bool is_closed() const noexcept;
   bool is_failed() const noexcept;
   /// Throws what the last failed call threw, or PeerAborted / PeerLost where a peer has aborted or
-  /// left; returns when all is well. Does not wait.
+  /// left; returns when all is well. Does not wait. On a GPU also what kernels have reported so
+  /// far; when a peer is gone, they stop waiting for it.
   void check() const;
-  /// Ids >= num_experts that were dropped since creation (CheckIds::kDrop).
+  /// Ids >= num_experts that were dropped since creation (CheckIds::kDrop); on a GPU by the work
+  /// that has ended.
   std::int64_t num_dropped_ids() const noexcept;
   /// Rows beyond max_recv_rows that were dropped on this rank since creation.
   std::int64_t num_dropped_rows() const noexcept;

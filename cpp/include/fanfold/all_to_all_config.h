@@ -13,6 +13,7 @@
 #include "fanfold/communicator.h"
 #include "fanfold/dtype.h"
 #include "fanfold/export.h"
+#include "fanfold/tensor_view.h"
 
 namespace fanfold {
 
@@ -65,8 +66,8 @@ enum class Weighting : std::uint8_t {
 
 /// What an id >= num_experts does.
 enum class CheckIds : std::uint8_t {
-  kAuto,   ///< kRaise on the CPU
-  kRaise,  ///< InvalidArgument that names row and column; nothing is sent
+  kAuto,   ///< kRaise on the CPU, kDrop on a GPU
+  kRaise,  ///< InvalidArgument that names row and column; nothing is sent. Not on a GPU
   kDrop,   ///< counts as "no expert", is counted and reported by AllToAll::num_dropped_ids
 };
 
@@ -130,7 +131,8 @@ struct FANFOLD_EXPORT TestKnobs {
   std::int64_t max_store_bytes = -1;   ///< not -1: a slot of high_throughput cannot grow beyond it
 };
 
-/// Configuration of an AllToAll; equal on all ranks, which creation verifies.
+/// Configuration of an AllToAll; equal on all ranks but for `device_index` and `name`, which
+/// creation verifies.
 struct FANFOLD_EXPORT AllToAllConfig {
   int num_experts = 0;                     ///< E, over all ranks
   int top_k = 0;                           ///< K, experts per token, 1..1024
@@ -175,6 +177,11 @@ struct FANFOLD_EXPORT AllToAllConfig {
   /// reduce-scatter, whose order is the transport's; see Capabilities::deterministic.
   bool deterministic = true;
   CheckIds check_ids = CheckIds::kAuto;
+  /// Where the tensors lie and the rows move; equal on all ranks. On a GPU: strategies one_sided
+  /// and low_latency (kAuto: one_sided) with layouts rank_major and expert_major, top_k up to 128,
+  /// up to 256 ranks.
+  DeviceType device = DeviceType::kCpu;
+  int device_index = 0;  ///< of a GPU: this rank's CUDA device; ranks may share one
   std::chrono::nanoseconds timeout = kDefaultTimeout;
   std::string name;           ///< appears in messages
   bool debug_poison = false;  ///< fill regions that ended with NaN / 0xCD

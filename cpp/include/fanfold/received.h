@@ -37,9 +37,10 @@ class FANFOLD_EXPORT Routing {
   Routing& operator=(Routing&&) noexcept;
 
   bool has_value() const noexcept { return data_ != nullptr; }
-  std::int64_t num_tokens() const;        ///< T of this rank
+  /// T of this rank; of a GPU's the rows given to dispatch.
+  std::int64_t num_tokens() const;
   std::int64_t round_max_tokens() const;  ///< m
-  /// Rows that each rank sent here, [R].
+  /// Rows that each rank sent here, [R]. Of a GPU's: waits for the stream that it was made on.
   const std::vector<std::int32_t>& rank_counts() const;
 
   struct Data;
@@ -61,7 +62,9 @@ struct FANFOLD_EXPORT HostCounts {
 /// Views of what one dispatch received. R ranks, m = round_max_tokens, K = top_k, L local experts.
 ///
 /// All views but those of a Routing are valid until the combine (or release) of its round is
-/// called; afterwards every accessor throws InvalidState. Copies share the state.
+/// called; afterwards every accessor throws InvalidState. Copies share the state. On a GPU they are
+/// tensors of the device, to be used on the stream of the round's dispatch_recv or behind it; the
+/// accessors enqueue there what they make on first use, and never synchronize but for host_counts.
 class FANFOLD_EXPORT Received {
  public:
   Received();
@@ -76,7 +79,7 @@ class FANFOLD_EXPORT Received {
   /// False once the round ended.
   bool is_open() const noexcept;
   std::int64_t round_max_tokens() const;  ///< m
-  std::int64_t num_tokens() const;        ///< T of this rank
+  std::int64_t num_tokens() const;        ///< T of this rank; on a GPU the rows given to dispatch
   /// In the order of the payloads that were given: rank_major [R, m, ...], gathered [sum of T,
   /// ...], expert_major [L, R*m, ...], flat [N, ...], flat_by_expert [N', ...]. Bytes of rows past
   /// the counts are unspecified, except that those within flat_by_expert's groups are zero.
@@ -95,6 +98,8 @@ class FANFOLD_EXPORT Received {
   /// [L+1] int32: exclusive sums of expert_counts; flat_by_expert: where each expert's group
   /// begins, at most max_recv_rows. Unspecified when no ids were given.
   const TensorView& offsets() const;
+  /// On a GPU: waits for the stream of the round; not in a graph capture.
+  /// @throws PeerTimeout, PeerAborted, PeerLost, InvalidArgument  on a GPU: what kernels reported.
   HostCounts host_counts() const;
   /// [R, m, K], [sum of T, K] or [N, K] int32: global ids as sent (with replicas: physical),
   /// invalid_expert_id in rows without a token. Empty for layouts per expert, or when no ids were
@@ -105,7 +110,8 @@ class FANFOLD_EXPORT Received {
   const TensorView& topk_weights() const;
   const TensorView& source_rank() const;   ///< per row int32, -1 in rows without a token
   const TensorView& source_token() const;  ///< per row int32, -1 in rows without a token
-  /// Copies the counts and indices; valid for ever.
+  /// Copies the counts and indices; valid for ever. On a GPU to memory that is allocated, on the
+  /// stream of the round; not in a graph capture.
   Routing routing() const;
   /// Keeps the memory of all these views mapped while held.
   std::shared_ptr<const void> memory() const;
