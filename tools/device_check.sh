@@ -51,7 +51,7 @@ if [[ -z $program ]]; then
   arch=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d '.')
   step build 90 bash -c "cmake --preset device -DCMAKE_CUDA_ARCHITECTURES=${arch:-90}-real &&
     cmake --build build/device --parallel $(nproc) --target device_check" || exit 1
-  program=build/device/tests_cpp/device_check
+  program=build/device/tests_cpp/device_check/device_check
 fi
 
 # Nothing else may spin where streams do not run at the same time.

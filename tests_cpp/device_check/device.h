@@ -24,6 +24,7 @@ class Buffer {
   explicit Buffer(std::int64_t bytes) : bytes_(static_cast<std::size_t>(bytes)) {
     require(cudaMalloc(&data_, bytes_ > 0 ? bytes_ : 1), "cudaMalloc");
     require(cudaMemset(data_, 0, bytes_ > 0 ? bytes_ : 1), "cudaMemset");
+    require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // non-blocking streams do not wait
   }
   ~Buffer() { (void)cudaFree(data_); }
   Buffer(const Buffer&) = delete;

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "device_check/commands.h"
+#include "device_check/platform.h"
 
 namespace fanfold::device_check {
 namespace {
@@ -54,7 +55,10 @@ int run(int count, char** arguments) {
     std::fputs(kUsage, stderr);
     return 2;
   }
-  return command->second(parse(count - 2, arguments + 2)) ? 0 : 1;
+  const Options options = parse(count - 2, arguments + 2);
+  begin(options);
+  const bool is_well = command->second(options);
+  return end() && is_well ? 0 : 1;
 }
 
 }  // namespace
