@@ -68,7 +68,8 @@ struct HandMadeRanks::Rank {
   template <typename T>
   T* put(const std::vector<T>& values, const char* name) {
     T* const memory = take<T>(static_cast<std::int64_t>(values.size()), name);
-    check(cudaMemcpy(memory, values.data(), values.size() * sizeof(T), cudaMemcpyDefault));
+    check(cudaMemcpy(static_cast<void*>(memory), static_cast<const void*>(values.data()),
+                     values.size() * sizeof(T), cudaMemcpyDefault));
     return memory;
   }
   template <typename T>

@@ -371,7 +371,7 @@ cudaStream_t HandMadeRanks::stream(int rank) const {
   return ranks_[static_cast<std::size_t>(rank)]->stream;
 }
 
-void HandMadeRanks::sync() {
+void HandMadeRanks::sync() const {
   for (int r = 0; r < spec_.num_ranks; ++r) check(cudaStreamSynchronize(stream(r)));
 }
 
