@@ -122,7 +122,7 @@ TEST(CombineKernelsTest, SpecialNumbersComeOutAsOnTheCpu) {
 TEST(CombineKernelsTest, RowsThatTravelAsFp8) {
   for (const int num_ranks : {1, 3}) {
     start(num_ranks);
-    for (const std::int64_t hidden : {1, 7, 128, 450, 1344}) {
+    for (const std::int64_t hidden : {1, 7, 128, 328, 450, 1344}) {
       for (const WireScale scale : kScales) {
         for (const Fold fold : {Fold::kPlain, Fold::kCarried, Fold::kOrigin}) {
           CombineShape shape;
@@ -223,6 +223,60 @@ TEST(CombineKernelsTest, MoreExpertsThanLanesOfAWarp) {
   }
 }
 
+// Forty windows that lie on one device: there a single rank only adds what others have left.
+TEST(SumRowsKernelTest, ATokenWithMoreTargetsThanLanesOfAWarp) {
+  start(1);
+  constexpr int kNumRanks = 40;
+  constexpr std::int64_t kHidden = 24;
+  constexpr std::int64_t kRowBytes = kHidden * 4;
+  std::vector<float> numbers;
+  testing::RandomBits random(5);
+  for (int i = 0; i < kNumRanks * kHidden; ++i) numbers.push_back(random.unit() - 0.5F);
+  const testing::DeviceMemory rows(0, numbers);
+  std::vector<std::byte*> windows;
+  std::vector<plan::Target> targets;
+  std::vector<float> expected(kHidden, 0.0F);
+  for (int rank = 0; rank < kNumRanks; ++rank) {
+    windows.push_back(rows.at(rank * kRowBytes));
+    if (rank % 13 == 5) continue;
+    targets.push_back({rank, 0});
+    for (std::size_t i = 0; i < kHidden; ++i) {
+      expected[i] =
+          testing::add(expected[i], numbers[static_cast<std::size_t>(rank) * kHidden + i]);
+    }
+  }
+  targets.resize(kNumRanks, {-1, -1});
+  const testing::DeviceMemory device_windows(0, windows);
+  const testing::DeviceMemory device_targets(0, targets);
+  const testing::DeviceMemory control(0, std::vector<exec::DeviceControl>(1));
+  std::vector<exec::DeviceSlot> slots(1);
+  slots[0].num_tokens = 1;
+  const testing::DeviceMemory slot(0, slots);
+  const testing::DeviceMemory out(0, kRowBytes);
+  exec::DeviceSumParams params{};
+  params.round.windows = device_windows.at<std::byte*>();
+  params.round.control = control.at<exec::DeviceControl>();
+  params.round.slot = slot.at<exec::DeviceSlot>();
+  params.round.round_max_tokens = 1;
+  params.round.num_ranks = kNumRanks;
+  params.round.top_k = 64;
+  params.targets = device_targets.at<plan::Target>();
+  params.num_tokens = 1;
+  params.combine_dtype = DType::kFloat32;
+  params.out_dtype = DType::kFloat32;
+  params.hidden = kHidden;
+  params.rows_per_token = 1;
+  params.row_bytes = kRowBytes;
+  params.out = out.at();
+  params.out_stride_bytes = kRowBytes;
+  ASSERT_EQ(gpu::sum_rows(params, {2}, nullptr), cudaSuccess);
+  const Bytes got = out.get(0, kRowBytes);
+  std::vector<float> sums(kHidden);
+  testing::copy_bytes(reinterpret_cast<std::byte*>(sums.data()), got.data(), kRowBytes);
+  EXPECT_EQ(sums, expected);
+  expect_no_reports("forty ranks");
+}
+
 TEST(CombineKernelsTest, AnyGridSharesTheRows) {
   start(2);
   for (const int max_blocks : {1, 2, 7, 40}) {
@@ -288,6 +342,30 @@ TEST(CombineKernelsTest, CombinesOfAnOpenRoundFollowEachOtherOnTheDevice) {
     ranks.expect_results();
     EXPECT_EQ(ranks.slot(1).num_combines, 3U);
     expect_no_reports(shape.describe());
+  }
+}
+
+// A rank that waits holds one block, so that the others' blocks find room.
+TEST(CombineKernelsTest, RanksThatShareADeviceDoNotStarveEachOther) {
+  constexpr int kNumRanks = 3;
+  for (const int resident_blocks : {kNumRanks, 4}) {
+    start(1, [&](cudasim::Config& config) { config.resident_blocks = resident_blocks; });
+    CombineShape shape;
+    shape.one_device = true;
+    shape.num_ranks = kNumRanks;
+    shape.hidden = 2048;
+    CombineRanks ranks(shape, 6);
+    for (const int rank : ranks.active()) ranks.sum_params(rank).acks = true;
+    for (const int rank : ranks.active()) {
+      ranks.send(rank);
+      ranks.sum(rank);
+      ranks.send(rank);
+      ranks.sum(rank);
+      ranks.run_a_while(rank);  // what is enqueued takes all the room that it can get
+    }
+    ranks.wait();
+    ranks.expect_results();
+    expect_no_reports("one device");
   }
 }
 

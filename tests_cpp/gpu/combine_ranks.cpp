@@ -112,15 +112,15 @@ void CombineRanks::number_rows() {
 
 void CombineRanks::place(int rank) {
   Rank& mine = *ranks_[index(rank)];
-  EXPECT_EQ(cudaSetDevice(rank), cudaSuccess);
+  EXPECT_EQ(cudaSetDevice(device_of(rank)), cudaSuccess);
   EXPECT_EQ(cudaStreamCreateWithFlags(&mine.stream, cudaStreamNonBlocking), cudaSuccess);
-  mine.window = std::make_unique<DeviceMemory>(rank, flags_bytes_ + region_bytes_);
+  mine.window = std::make_unique<DeviceMemory>(device_of(rank), flags_bytes_ + region_bytes_);
   const Bytes zeros(static_cast<std::size_t>(flags_bytes_));
   mine.window->put(0, zeros.data(), flags_bytes_);
   cudasim::annotate(mine.window->at(), static_cast<std::size_t>(flags_bytes_), "flags");
   if (region_bytes_ > 0) {
     cudasim::annotate(mine.window->at(flags_bytes_), static_cast<std::size_t>(region_bytes_),
-                      "rows", std::uint64_t{1} << rank);
+                      "rows", std::uint64_t{1} << device_of(rank));
   }
   std::vector<std::int32_t> rank_of;
   std::vector<std::int32_t> local_of;
@@ -130,25 +130,26 @@ void CombineRanks::place(int rank) {
   }
   std::vector<std::int32_t> active;
   for (int peer = 0; peer < shape_.num_ranks; ++peer) active.push_back(is_active(peer) ? 1 : 0);
-  mine.rank_of = std::make_unique<DeviceMemory>(rank, rank_of);
-  mine.local_of = std::make_unique<DeviceMemory>(rank, local_of);
-  mine.active = std::make_unique<DeviceMemory>(rank, active);
+  mine.rank_of = std::make_unique<DeviceMemory>(device_of(rank), rank_of);
+  mine.local_of = std::make_unique<DeviceMemory>(device_of(rank), local_of);
+  mine.active = std::make_unique<DeviceMemory>(device_of(rank), active);
   exec::DeviceControl control{};
   control.generation = 3;
-  mine.control = std::make_unique<DeviceMemory>(rank, std::vector<exec::DeviceControl>{control});
+  mine.control =
+      std::make_unique<DeviceMemory>(device_of(rank), std::vector<exec::DeviceControl>{control});
   exec::DeviceSlot slot{};
   slot.epoch = kEpoch;
   slot.num_tokens = num_tokens(rank);
-  mine.slot = std::make_unique<DeviceMemory>(rank, std::vector<exec::DeviceSlot>{slot});
-  mine.device_targets = std::make_unique<DeviceMemory>(rank, mine.targets);
-  mine.sent_ids = std::make_unique<DeviceMemory>(rank, mine.ids);
-  mine.topk_weights = std::make_unique<DeviceMemory>(rank, mine.weights);
-  mine.counts = std::make_unique<DeviceMemory>(rank, mine.rank_counts);
-  mine.device_pairs = std::make_unique<DeviceMemory>(rank, mine.pairs);
-  mine.device_y =
-      std::make_unique<DeviceMemory>(rank, (y_rows_ * shape_.hidden + 1) * size_of(shape_.y));
+  mine.slot = std::make_unique<DeviceMemory>(device_of(rank), std::vector<exec::DeviceSlot>{slot});
+  mine.device_targets = std::make_unique<DeviceMemory>(device_of(rank), mine.targets);
+  mine.sent_ids = std::make_unique<DeviceMemory>(device_of(rank), mine.ids);
+  mine.topk_weights = std::make_unique<DeviceMemory>(device_of(rank), mine.weights);
+  mine.counts = std::make_unique<DeviceMemory>(device_of(rank), mine.rank_counts);
+  mine.device_pairs = std::make_unique<DeviceMemory>(device_of(rank), mine.pairs);
+  mine.device_y = std::make_unique<DeviceMemory>(device_of(rank),
+                                                 (y_rows_ * shape_.hidden + 1) * size_of(shape_.y));
   mine.out = std::make_unique<DeviceMemory>(
-      rank, kGuard + (num_tokens(rank) + shape_.rows_behind) * out_stride_);
+      device_of(rank), kGuard + (num_tokens(rank) + shape_.rows_behind) * out_stride_);
   mine.report = host_word<exec::DeviceReport>();
   mine.abort_any = host_word<std::uint32_t>();
 }
@@ -157,7 +158,7 @@ void CombineRanks::make_params(int rank) {
   Rank& mine = *ranks_[index(rank)];
   std::vector<std::byte*> windows;
   for (const auto& peer : ranks_) windows.push_back(peer->window->at());
-  mine.windows = std::make_unique<DeviceMemory>(rank, windows);
+  mine.windows = std::make_unique<DeviceMemory>(device_of(rank), windows);
   exec::DeviceRound round{};
   round.windows = mine.windows->at<std::byte*>();
   round.rank_of = mine.rank_of->at<std::int32_t>();
@@ -224,19 +225,19 @@ void CombineRanks::make_params(int rank) {
 
 void CombineRanks::send(int rank) {
   Rank& mine = *ranks_[index(rank)];
-  ASSERT_EQ(cudaSetDevice(rank), cudaSuccess);
+  ASSERT_EQ(cudaSetDevice(device_of(rank)), cudaSuccess);
   ASSERT_EQ(gpu::combine_send(mine.send, {max_blocks_}, mine.stream), cudaSuccess);
 }
 
 void CombineRanks::signal(int rank, const exec::DeviceFlags& flags, bool announces, bool waits) {
   Rank& mine = *ranks_[index(rank)];
-  ASSERT_EQ(cudaSetDevice(rank), cudaSuccess);
+  ASSERT_EQ(cudaSetDevice(device_of(rank)), cudaSuccess);
   ASSERT_EQ(gpu::signal({mine.send.round, flags, announces, waits, {}}, mine.stream), cudaSuccess);
 }
 
 void CombineRanks::sum(int rank) {
   Rank& mine = *ranks_[index(rank)];
-  ASSERT_EQ(cudaSetDevice(rank), cudaSuccess);
+  ASSERT_EQ(cudaSetDevice(device_of(rank)), cudaSuccess);
   ASSERT_EQ(gpu::sum_rows(mine.sum, {max_blocks_}, mine.stream), cudaSuccess);
 }
 

@@ -97,6 +97,7 @@ struct CombineShape {
   bool misaligned = false;  // y and out begin at their second element
   int rows_behind = 0;      // of out, behind the tokens
   int left_out = -1;        // a rank that is not active
+  bool one_device = false;  // all ranks share device 0
   std::uint64_t seed = 20240401;
 
   std::string describe() const {
@@ -157,6 +158,11 @@ class CombineRanks {
     for (const int rank : active_) sum(rank);
   }
   void wait();
+  /// Lets the devices run, for less than half a timeout.
+  void run_a_while(int rank) {
+    const std::uint64_t end = cudasim::now_ns() + kTimeoutNs / 20;
+    while (cudasim::now_ns() < end) (void)cudaStreamQuery(ranks_[index(rank)]->stream);
+  }
   /// New results of the experts, and what is expected of them. Nothing may be under way.
   void make_results(std::uint64_t seed);
   /// Rows that travel and rows of out are those expected, and nothing else was written.
@@ -171,6 +177,7 @@ class CombineRanks {
 
  private:
   static std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
+  int device_of(int rank) const { return shape_.one_device ? 0 : rank; }
   bool is_active(int rank) const { return rank != shape_.left_out; }
   int num_tokens(int rank) const {
     const int even = static_cast<int>(shape_.round_max_tokens) - (rank % 2);

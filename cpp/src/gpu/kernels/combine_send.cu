@@ -153,7 +153,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       stage<kY>(p, part, is_vector);
     }
   }
-  grid_dependency_launch();
+  // While the last block waits, the next kernel's blocks would take the room of those waited for.
+  if (!p.waits || has(Fault::kLaunchesWhileWaiting)) grid_dependency_launch();
   if (!is_last_block(slot)) return;
   if (!has(Fault::kCombineCountersStay)) reset_counters(slot);
   if (!has(Fault::kAnnouncesFirst)) {
