@@ -45,7 +45,7 @@ class DeviceMemory {
   template <class T>
   DeviceMemory(int device, const std::vector<T>& values)
       : DeviceMemory(device, static_cast<std::int64_t>(values.size() * sizeof(T))) {
-    put(0, values.data(), bytes_);
+    put(0, static_cast<const void*>(values.data()), bytes_);
   }
   ~DeviceMemory() { (void)cudaFree(data_); }
   DeviceMemory(const DeviceMemory&) = delete;

@@ -100,7 +100,7 @@ template <class T>
 std::shared_ptr<std::byte> uploaded(DeviceBackend& backend, const std::vector<T>& values) {
   const auto bytes = static_cast<std::int64_t>(values.size() * sizeof(T));
   std::shared_ptr<std::byte> memory = backend.allocate(bytes);
-  backend.upload(memory.get(), values.data(), bytes);
+  backend.upload(memory.get(), static_cast<const void*>(values.data()), bytes);
   return memory;
 }
 
