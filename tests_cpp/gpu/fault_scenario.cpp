@@ -4,8 +4,11 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <deque>
+#include <exception>
 #include <memory>
 #include <thread>
+#include <utility>
 
 #include "cudasim/control.h"
 #include "fanfold/error.h"
@@ -31,8 +34,8 @@ AllToAllConfig config_of(const FaultScenario& s, int rank) {
   config.combine_wire = s.combine_wire;
   config.max_in_flight = s.max_in_flight;
   config.device = DeviceType::kGpu;
-  config.device_index = rank;
-  config.timeout = std::chrono::seconds(2);
+  config.device_index = rank % s.num_devices;
+  config.timeout = std::chrono::seconds(15);
   if (s.has_replicas) {
     std::vector<std::int32_t> ranks;
     std::vector<std::int32_t> logical;
@@ -93,7 +96,7 @@ struct Inputs {
     for (std::byte& byte : tail) byte = static_cast<std::byte>(random.below(256));
     tensors.reserve(5);
     const auto add = [&](DType dtype, std::initializer_list<std::int64_t> shape, Bytes bytes) {
-      tensors.emplace_back(rank, dtype, shape, std::move(bytes), stream);
+      tensors.emplace_back(rank % s.num_devices, dtype, shape, std::move(bytes), stream);
       return tensors.back().view();
     };
     dispatch.topk_ids = add(DType::kInt32, {rows, s.top_k}, bytes_of(ids));
@@ -134,12 +137,9 @@ class Ranks {
       ranks_[r] = std::make_unique<AllToAll>(communicators_[r], config_of(s_, static_cast<int>(r)));
     });
     for (int rank = 0; rank < s_.num_ranks; ++rank) {
-      streams_.push_back(test_device()->make_stream(rank));
+      streams_.push_back(test_device()->make_stream(rank % s_.num_devices));
     }
     active_.assign(ranks_.size(), true);
-    if (!s_.masks_last) return;
-    active_.back() = false;
-    for (std::size_t r = 0; r + 1 < ranks_.size(); ++r) ranks_[r]->set_active_mask(active_);
   }
 
   ~Ranks() {
@@ -151,13 +151,19 @@ class Ranks {
   /// Everything is enqueued before anything is waited for, round by round.
   void run() {
     for (int round = 0; round < s_.num_rounds; ++round) {
+      if (s_.masks_last && round == 1) {
+        active_.back() = false;
+        each_active([&](std::size_t r) { ranks_[r]->set_active_mask(active_); });
+      }
       std::vector<std::unique_ptr<Inputs>> inputs;
       for (std::size_t r = 0; r < ranks_.size(); ++r) {
         inputs.push_back(std::make_unique<Inputs>(s_, static_cast<int>(r), round, stream(r)));
       }
       dispatch(inputs);
       for (int i = 0; i < s_.num_combines; ++i) {
-        combine(inputs, round * s_.num_combines + i, i + 1 == s_.num_combines);
+        const bool ends = i + 1 == s_.num_combines;
+        combine(inputs, round * s_.num_combines + i, ends);
+        if (ends || s_.waits_between_combines) keep_results();
       }
     }
   }
@@ -166,8 +172,20 @@ class Ranks {
   template <class Body>
   void each_on_a_thread(Body&& body) {
     std::vector<std::thread> threads;
-    for (std::size_t r = 0; r < ranks_.size(); ++r) threads.emplace_back([&, r] { body(r); });
+    std::vector<std::exception_ptr> errors(ranks_.size());
+    for (std::size_t r = 0; r < ranks_.size(); ++r) {
+      threads.emplace_back([&, r] {
+        try {
+          body(r);
+        } catch (...) {
+          errors[r] = std::current_exception();
+        }
+      });
+    }
     for (std::thread& thread : threads) thread.join();
+    for (const std::exception_ptr& error : errors) {
+      if (error != nullptr) std::rethrow_exception(error);
+    }
   }
   template <class Body>
   void each_active(Body&& body) {
@@ -176,17 +194,18 @@ class Ranks {
     }
   }
   void* stream(std::size_t r) const { return streams_[r].get(); }
+  int device(std::size_t r) const { return static_cast<int>(r) % s_.num_devices; }
 
   void wait_all() {
     each_active([&](std::size_t r) {
-      test_device()->synchronize(static_cast<int>(r), stream(r));
+      test_device()->synchronize(device(r), stream(r));
       ranks_[r]->check();
     });
   }
 
   void keep(std::size_t r, const TensorView& view) {
     Bytes bytes(static_cast<std::size_t>(span_of(view)));
-    test_device()->download(static_cast<int>(r), bytes.data(), view.data,
+    test_device()->download(device(r), bytes.data(), view.data,
                             static_cast<std::int64_t>(bytes.size()), stream(r));
     outcome_.results.push_back(std::move(bytes));
   }
@@ -223,7 +242,7 @@ class Ranks {
       keep(r, ids);
       ranks_[r]->sanitize(ids, received.rank_counts(), -7, SanitizePolicy::kPaddingAndNonLocal, ids,
                           stream(r));
-      test_device()->synchronize(static_cast<int>(r), stream(r));
+      test_device()->synchronize(device(r), stream(r));
       keep(r, ids);
     }
     const HostCounts counts = received.host_counts();
@@ -246,8 +265,6 @@ class Ranks {
   }
 
   void combine(const std::vector<std::unique_ptr<Inputs>>& inputs, int number, bool ends) {
-    std::vector<Tensor> tensors;
-    tensors.reserve(2 * ranks_.size());
     std::vector<CombineInputs> calls(ranks_.size());
     each_active([&](std::size_t r) {
       const Round round = received_[r].handle();
@@ -261,27 +278,30 @@ class Ranks {
         y[i] = static_cast<std::byte>(0x3f + random.below(4));
       }
       if (s_.in_place) {
-        test_device()->upload(static_cast<int>(r), buffer.data, y.data(),
-                              static_cast<std::int64_t>(y.size()), stream(r));
+        test_device()->upload(device(r), buffer.data, y.data(), static_cast<std::int64_t>(y.size()),
+                              stream(r));
       } else {
-        tensors.emplace_back(
-            static_cast<int>(r), DType::kBFloat16,
+        tensors_.emplace_back(
+            device(r), DType::kBFloat16,
             std::initializer_list<std::int64_t>{buffer.shape[0], buffer.shape[1], buffer.shape[2]},
             std::move(y), stream(r));
-        call.y = tensors.back().view();
+        call.y = tensors_.back().view();
       }
       const std::int64_t rows = inputs[r]->dispatch.payloads[0].shape[0];
-      tensors.emplace_back(static_cast<int>(r), DType::kFloat32,
-                           std::initializer_list<std::int64_t>{rows, s_.hidden},
-                           Bytes(static_cast<std::size_t>(rows * s_.hidden * 4), std::byte{0xab}),
-                           stream(r));
-      call.out = tensors.back().view();
+      tensors_.emplace_back(
+          device(r), DType::kFloat32, std::initializer_list<std::int64_t>{rows, s_.hidden},
+          Bytes(static_cast<std::size_t>(rows * s_.hidden * 4), std::byte{0xab}), stream(r));
+      call.out = tensors_.back().view();
+      outs_.emplace_back(r, call.out);
       call.release = ends;
       call.stream = stream(r);
     });
     each_active([&](std::size_t r) {
       if (s_.whole_calls) {
         ranks_[r]->combine(calls[r], received_[r].handle());
+        for (int i = 0; s_.runs_between_ranks && i < 100; ++i) {
+          (void)cudaStreamQuery(static_cast<cudaStream_t>(stream(r)));
+        }
       } else {
         ranks_[r]->combine_send(calls[r], received_[r].handle());
       }
@@ -289,8 +309,14 @@ class Ranks {
     if (!s_.whole_calls) {
       each_active([&](std::size_t r) { ranks_[r]->combine_recv(calls[r], received_[r].handle()); });
     }
+  }
+
+  /// Of the combines since the last time.
+  void keep_results() {
     wait_all();
-    each_active([&](std::size_t r) { keep(r, calls[r].out); });
+    for (const auto& [r, out] : outs_) keep(r, out);
+    outs_.clear();
+    tensors_.clear();
   }
 
   const FaultScenario& s_;
@@ -300,6 +326,8 @@ class Ranks {
   std::vector<std::shared_ptr<void>> streams_;
   std::vector<bool> active_;
   std::vector<Received> received_;
+  std::deque<Tensor> tensors_;  // of combines
+  std::vector<std::pair<std::size_t, TensorView>> outs_;
 };
 
 }  // namespace
@@ -308,7 +336,7 @@ FaultOutcome run(const FaultScenario& scenario, std::uint64_t seed) {
   FaultOutcome outcome;
   cudasim::Config config;
   config.seed = seed;
-  config.devices = scenario.num_ranks;
+  config.devices = scenario.num_devices;
   config.host_threads = 1;
   config.resident_blocks = scenario.resident_blocks;
   config.shuffle_blocks = seed % 2 == 0;

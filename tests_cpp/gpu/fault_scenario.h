@@ -17,7 +17,8 @@ namespace fanfold::testing {
 struct FaultScenario {
   const char* name = "";
   int num_ranks = 3;
-  int tokens = 5;  // of each rank, but for what `uneven` takes away
+  int num_devices = 3;  // that the ranks share in turn
+  int tokens = 5;       // of each rank, but for what `uneven` takes away
   int num_experts = 7;
   int top_k = 3;
   int hidden = 40;
@@ -28,9 +29,12 @@ struct FaultScenario {
   bool has_replicas = false;
   bool in_place = true;           // results in the combine buffer, else staged
   bool whole_calls = true;        // dispatch and combine, else their halves
-  bool masks_last = false;        // the last rank is left out
+  bool masks_last = false;        // the last rank is left out after the first round
   bool counts_on_device = false;  // T is a word of the device, on one rank larger than the rows
   int num_combines = 1;           // of a round, all but the last with release = false
+  bool waits_between_combines = true;
+  bool runs_between_ranks =
+      false;  // a rank's combine runs for a while before the next's is enqueued
   int max_in_flight = 1;
   int num_rounds = 3;
   int resident_blocks = 2;

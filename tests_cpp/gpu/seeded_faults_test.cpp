@@ -3,13 +3,17 @@
 // Each deliberate fault of the kernels (gpu/kernels/faults.cuh) shows: as a report of the simulated
 // device, as an error of a call, or in what comes out. Without one nothing shows.
 
-#include <algorithm>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <cstdint>
 #include <map>
 #include <ostream>
+#include <sstream>
 #include <string>
 #include <vector>
 
+#include "cudasim/control.h"
 #include "gmock/gmock.h"
 #include "gpu/fault_scenario.h"
 #include "gpu/kernels/faults.cuh"
@@ -54,6 +58,17 @@ FaultScenario split() {
   s.max_in_flight = 2;
   return s;
 }
+FaultScenario crowded() {
+  FaultScenario s = staged();
+  s.name = "crowded";
+  s.num_devices = 1;
+  s.runs_between_ranks = true;
+  s.tokens = 40;
+  s.hidden = 16;
+  s.num_rounds = 1;
+  s.resident_blocks = 3;
+  return s;
+}
 FaultScenario masked() {
   FaultScenario s = base();
   s.name = "masked";
@@ -86,6 +101,7 @@ FaultScenario kept_open_by_rank() {
   FaultScenario s = base();
   s.name = "kept_open_by_rank";
   s.num_combines = 3;
+  s.waits_between_combines = false;
   return s;
 }
 FaultScenario packed() {
@@ -100,27 +116,28 @@ FaultScenario packed() {
 FaultScenario many_tiles() {
   FaultScenario s = base();
   s.name = "many_tiles";
-  s.num_ranks = 2;
-  s.tokens = 90;
+  s.num_ranks = 1;
+  s.tokens = 60;
   s.hidden = 8;
-  s.resident_blocks = 64;
+  s.resident_blocks = 60;
   s.num_rounds = 1;
   return s;
 }
 FaultScenario long_tiles() {
   FaultScenario s = by_expert();
   s.name = "long_tiles";
-  s.tokens = 40;
-  s.hidden = 16;
+  s.num_ranks = 2;
+  s.tokens = 100;
+  s.hidden = 8;
   s.resident_blocks = 1;
-  s.num_rounds = 2;
+  s.num_rounds = 1;
   return s;
 }
 
 using MakeScenario = FaultScenario (*)();
-constexpr MakeScenario kAll[] = {by_rank, staged,     split,     masked,
-                                 counted, by_expert,  kept_open, kept_open_by_rank,
-                                 packed,  many_tiles, long_tiles};
+constexpr MakeScenario kAll[] = {by_rank,    staged,    split,     crowded,           masked,
+                                 counted,    by_expert, kept_open, kept_open_by_rank, packed,
+                                 many_tiles, long_tiles};
 constexpr std::uint64_t kSeeds[] = {1, 2, 3, 4, 5, 6};
 
 /// What comes out without a fault.
@@ -149,6 +166,33 @@ std::vector<std::string> signs_of(MakeScenario make, std::uint64_t seed, Fault f
   return signs;
 }
 
+/// The same in a process of its own, since a fault may write anywhere; "crash": it has ended that
+/// process. In one line each, then the text.
+std::string signs_in_child(MakeScenario make, std::uint64_t seed, Fault fault) {
+  int ends[2];
+  EXPECT_EQ(::pipe(ends), 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    std::string text;
+    std::string lines;
+    for (const std::string& sign : signs_of(make, seed, fault, &text)) lines += sign + "\n";
+    lines += "(" + text + ")";
+    (void)!::write(ends[1], lines.data(), lines.size());
+    ::_exit(0);
+  }
+  ::close(ends[1]);
+  std::string lines;
+  char buffer[4096];
+  for (ssize_t size = 0; (size = ::read(ends[0], buffer, sizeof buffer)) > 0;) {
+    lines.append(buffer, static_cast<std::size_t>(size));
+  }
+  ::close(ends[0]);
+  int status = 0;
+  EXPECT_EQ(::waitpid(child, &status, 0), child);
+  if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) lines += "crash\n";
+  return lines;
+}
+
 class RightKernelsTest : public ::testing::TestWithParam<MakeScenario> {};
 
 TEST_P(RightKernelsTest, ShowNothingAndGiveTheSameEveryTime) {
@@ -170,7 +214,7 @@ struct SeededFault {
   Fault fault;
   const char* name;
   MakeScenario scenario;
-  const char* sign;  // one that must be among those seen
+  const char* sign;  // must be seen; or one of several
 };
 
 void PrintTo(const SeededFault& seeded, std::ostream* out) { *out << seeded.name; }
@@ -185,7 +229,7 @@ const SeededFault kFaults[] = {
     FANFOLD_FAULT(kFenceOfDevice, by_rank, "race"),
     FANFOLD_FAULT(kRelaxedWait, by_rank, "race"),
     FANFOLD_FAULT(kAcquireOfDevice, by_rank, "race"),
-    FANFOLD_FAULT(kAnyEpoch, by_rank, "error"),
+    FANFOLD_FAULT(kAnyEpoch, by_rank, "race"),
     FANFOLD_FAULT(kSkipsLastPeer, by_rank, "race"),
     FANFOLD_FAULT(kEpochBeforeWords, by_rank, "error"),
     // tiles.cuh
@@ -202,15 +246,14 @@ const SeededFault kFaults[] = {
     FANFOLD_FAULT(kRowsOfReader, by_rank, "race"),
     FANFOLD_FAULT(kCopyByToken, by_expert, "result"),
     FANFOLD_FAULT(kEveryBlockAnnounces, by_rank, "race"),
-    FANFOLD_FAULT(kCountersStay, by_rank, "error"),
-    FANFOLD_FAULT(kCombinesStay, by_rank, "error"),
+    FANFOLD_FAULT(kCountersStay, by_rank, "result"),
     FANFOLD_FAULT(kTokensOfWord, counted, "result"),
     // arrange.cu
     FANFOLD_FAULT(kPadsLastRow, by_rank, "result"),
     FANFOLD_FAULT(kNoBarrierBeforeRepeats, by_expert, "race"),
     FANFOLD_FAULT(kWeightOfFirst, by_expert, "result"),
     FANFOLD_FAULT(kOffsetsInclusive, by_expert, "result"),
-    FANFOLD_FAULT(kArrangeCountersStay, by_expert, "error"),
+    FANFOLD_FAULT(kArrangeCountersStay, by_expert, "race or error"),
     // describe_rows.cu
     FANFOLD_FAULT(kDescribesPadding, by_rank, "result"),
     // sanitize.cu
@@ -221,14 +264,15 @@ const SeededFault kFaults[] = {
     FANFOLD_FAULT(kAnnouncesFirst, staged, "race"),
     FANFOLD_FAULT(kCombineCountersStay, staged, "error"),
     FANFOLD_FAULT(kCombineDoesNotWait, staged, "race"),
+    FANFOLD_FAULT(kLaunchesWhileWaiting, crowded, "error"),
     FANFOLD_FAULT(kListNotReady, by_expert, "race"),
     // sum_rows.cu
     FANFOLD_FAULT(kSkipsLastTarget, by_rank, "result"),
-    FANFOLD_FAULT(kAddsBackwards, by_rank, "result"),
+    FANFOLD_FAULT(kAddsBackwards, kept_open, "result"),
     FANFOLD_FAULT(kPullsNextRow, by_rank, "result"),
     FANFOLD_FAULT(kRowsBehindStay, counted, "result"),
     FANFOLD_FAULT(kAcksFirst, kept_open_by_rank, "race"),
-    FANFOLD_FAULT(kCombineNotCounted, kept_open_by_rank, "race"),
+    FANFOLD_FAULT(kCombineNotCounted, kept_open_by_rank, "error"),
     // numbers.cuh
     FANFOLD_FAULT(kScaleOfWarp, packed, "result"),
 };
@@ -237,16 +281,20 @@ const SeededFault kFaults[] = {
 class SeededFaultTest : public ::testing::TestWithParam<SeededFault> {};
 
 TEST_P(SeededFaultTest, Shows) {
-  const SeededFault& seeded = GetParam();
-  std::vector<std::string> seen;
-  std::string text;
-  for (const std::uint64_t seed : kSeeds) {
-    const std::vector<std::string> signs = signs_of(seeded.scenario, seed, seeded.fault, &text);
-    seen.insert(seen.end(), signs.begin(), signs.end());
-    if (std::find(signs.begin(), signs.end(), seeded.sign) != signs.end()) return;
+  if (!cudasim::sees_accesses()) {
+    GTEST_SKIP() << "the simulated device sees no accesses under a sanitizer; preset sim runs this";
   }
-  FAIL() << "expected a " << seeded.sign << ", got " << ::testing::PrintToString(seen) << ": "
-         << text;
+  const SeededFault& seeded = GetParam();
+  const std::string wanted = seeded.sign;
+  std::string seen;
+  for (const std::uint64_t seed : kSeeds) {
+    seen = signs_in_child(seeded.scenario, seed, seeded.fault);
+    std::istringstream lines(seen);
+    for (std::string sign; std::getline(lines, sign) && sign[0] != '(';) {
+      if (wanted.find(sign) != std::string::npos) return;
+    }
+  }
+  FAIL() << "expected a " << seeded.sign << ", got at last " << seen;
 }
 
 INSTANTIATE_TEST_SUITE_P(Kernels, SeededFaultTest, ::testing::ValuesIn(kFaults),

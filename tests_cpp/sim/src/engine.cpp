@@ -94,6 +94,8 @@ void configure(const Config& config) {
     device->sticky = cudaSuccess;
     device->has_failed = false;
   }
+  // Nobody could give these back while a device had failed.
+  if (engine.any_device_failed) engine.registered.clear();
   engine.any_device_failed = false;
 }
 

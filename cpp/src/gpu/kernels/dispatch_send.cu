@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (threadIdx.x == 0) {
     slot->epoch = epoch;
     slot->num_tokens = num_tokens;
-    if (!has(Fault::kCombinesStay)) slot->num_combines = 0;
+    slot->num_combines = 0;
     st_relaxed_sys(&p.round.report->num_dropped_ids,
                    ld_relaxed_gpu(&p.round.control->num_dropped_ids));
   }

@@ -37,7 +37,6 @@ enum class Fault : int {
   kCopyByToken,          // the copy of an expert that a token takes does not depend on its rank
   kEveryBlockAnnounces,  // flags are raised by a block that is not the last
   kCountersStay,         // the next kernel finds no tile left
-  kCombinesStay,         // the combines of the slot's last round are not forgotten
   kTokensOfWord,         // a token count on the device is taken for more than the rows given
   // arrange.cu
   kPadsLastRow,             // the ids of each source's last row are overwritten
