@@ -221,7 +221,9 @@ inline unsigned lane_id() { return ::cudasim::current_thread->lane; }
 
 #else
 
+// What the compiler is told of the address makes LDG and STG of what were LD and ST.
 __device__ __forceinline__ uint4 ld16(const void* address) {
+  __builtin_assume(__isGlobal(address));
   return *static_cast<const uint4*>(address);
 }
 __device__ __forceinline__ uint4 ld16_stream(const void* address) {
@@ -232,6 +234,7 @@ __device__ __forceinline__ uint4 ld16_stream(const void* address) {
   return value;
 }
 __device__ __forceinline__ void st16(void* address, uint4 value) {
+  __builtin_assume(__isGlobal(address));
   *static_cast<uint4*>(address) = value;
 }
 __device__ __forceinline__ void st16_stream(void* address, uint4 value) {

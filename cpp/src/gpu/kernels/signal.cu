@@ -10,7 +10,7 @@ namespace {
 /// Grid: one block. Announces what the kernels before it in the stream have written (their end
 /// carries it to this kernel, the fence in `announce` on to the peers), waits for the peers' flags
 /// of the phase, or does both. Nothing resets the flags: epochs grow.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     signal_kernel(const __grid_constant__ exec::DeviceSignalParams p) {
   if (!begin(p.round)) return;
   const exec::DeviceSlot& slot = *p.round.slot;
