@@ -18,7 +18,7 @@ inline cudasim::Config devices_for(int num_ranks, int num_gpus) {
   cudasim::Config config;
   config.devices = num_gpus;
   config.host_threads = num_ranks;
-  config.resident_blocks = 4;
+  config.resident_blocks = 2;
   return config;
 }
 
