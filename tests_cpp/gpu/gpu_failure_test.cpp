@@ -146,7 +146,9 @@ TEST(GpuFailureTest, AResetMeetsARankWhoseKernelsWait) {
     RoundRun round(all_to_all, plan_of(config, 2, 4));
     if (communicator.rank() == 0) round.dispatch_send();
     all_to_all.reset();  // one is in a round, the other not
-    expect_error<InvalidState>({"has ended"}, [&] { all_to_all.release(Round(round.handle())); });
+    if (communicator.rank() == 0) {
+      expect_error<InvalidState>({"has ended"}, [&] { all_to_all.release(round.handle()); });
+    }
     recover(communicator, all_to_all);
   });
 }
