@@ -23,7 +23,7 @@ enum class Fault : int {
   kSkipsLastPeer,         // the last peer is not waited for
   kEpochBeforeWords,      // the epoch is stored before the words of the line
   // tiles.cuh
-  kNoBarrierBetweenTiles,  // a tile is begun while threads still read the one before
+  kNoBarrierBetweenTiles,  // a tile is begun while threads still work at the one before
   kTagWithoutEpoch,        // counts of earlier rounds are taken for this round's
   kLooksBackOnce,          // only the 32 tiles before are added
   kNoBarrierBeforeBallot,  // columns of rows are read while they are written
