@@ -50,12 +50,13 @@ enum class Fault : int {
   // sanitize.cu
   kSanitizesLastRow,  // the last row with a token is taken for padding
   // combine_send.cu
-  kSendsOneRowLess,      // the last received row is left out
-  kSendsToNextRow,       // rows go one row too far
-  kAnnouncesFirst,       // the first block announces, whatever the others do
-  kCombineCountersStay,  // the counters are not reset
-  kCombineDoesNotWait,   // the peers' flags are not waited for
-  kListNotReady,         // lanes read the list of rows without having met its writers
+  kSendsOneRowLess,       // the last received row is left out
+  kSendsToNextRow,        // rows go one row too far
+  kAnnouncesFirst,        // the first block announces, whatever the others do
+  kCombineCountersStay,   // the counters are not reset
+  kCombineDoesNotWait,    // the peers' flags are not waited for
+  kListNotReady,          // lanes read the list of rows without having met its writers
+  kLaunchesWhileWaiting,  // the next kernel's blocks come while the last block waits
   // sum_rows.cu
   kSkipsLastTarget,    // the last row of a token is not added
   kAddsBackwards,      // rows are added in the order of falling ranks
