@@ -165,11 +165,9 @@ TEST_P(RoundsConformance, OneThreadMaySendForAllRanksAndThenReceiveForAll) {
     for (std::size_t r = 0; r < ranks.size(); ++r) threads.emplace_back(rank_body, r);
     for (std::thread& thread : threads) thread.join();
   };
-  on_threads(
-      [&](std::size_t r) { 
-        ranks[r] = std::make_unique<AllToAll>(communicators[r],
-                                              of_rank(small, static_cast<int>(r)));
-      });
+  on_threads([&](std::size_t r) {
+    ranks[r] = std::make_unique<AllToAll>(communicators[r], of_rank(small, static_cast<int>(r)));
+  });
   for (int i = 0; i < 8 && ranks[0]->capabilities().two_phase; ++i) {
     std::vector<std::unique_ptr<testing::RoundRun>> rounds;
     for (const auto& rank : ranks) {
