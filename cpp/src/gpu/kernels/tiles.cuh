@@ -51,13 +51,14 @@ __device__ inline bool take_tile(exec::DeviceSlot* slot, std::int32_t num_rows, 
 }
 
 /// The kernels that share the words of one slot.
-enum class TileUse : std::uint32_t { kDispatch, kArrange };
+enum class TileUse : std::uint32_t { kDispatch = 1, kArrange = 2 };
 
-/// 34 bits. A word of an older round has another one, unless its epoch was 2^32 lower.
+/// 34 bits, never all zero: so are words that nobody has written. A word of an older round has
+/// another one, unless its epoch was 2^31 lower.
 __device__ inline std::uint64_t tile_tag(std::uint64_t epoch, std::uint32_t generation,
                                          TileUse use) {
   if (has(Fault::kTagWithoutEpoch)) epoch = 0;
-  return ((epoch & 0xffffffffU) << 2) | ((generation & 1U) << 1) | static_cast<std::uint32_t>(use);
+  return ((epoch & 0x7fffffffU) << 3) | ((generation & 1U) << 2) | static_cast<std::uint32_t>(use);
 }
 
 constexpr int kCountBits = 29;
@@ -79,7 +80,7 @@ __device__ inline bool gives_up(const exec::DeviceRound& round, std::uint64_t ta
     stops = ld_relaxed_gpu(&round.control->has_failed) != 0;
     if (!stops && globaltimer_ns() - start > round.timeout_ns) {
       exec::FlagFields fields;
-      fields.epoch = tag >> 2;
+      fields.epoch = tag >> 3;
       fail(round, {0, fields, exec::DevicePhase::kDispatch}, exec::DeviceFailure::kTimeout,
            round.rank, fields, fields);
       stops = true;
