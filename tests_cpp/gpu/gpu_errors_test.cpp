@@ -47,6 +47,10 @@ TEST(GpuConfigTest, WhatKernelsCannotDoIsRefusedAtCreation) {
                 2, [](AllToAllConfig& c) { c.max_tokens_per_rank = std::int64_t{1} << 27; }),
             "max_tokens_per_rank * num_ranks on device 'cuda': expected a value in [1, 268435455], "
             "got 268435456");
+  EXPECT_EQ(refused<InvalidArgument>(
+                2, [](AllToAllConfig& c) { c.combine_row_bytes = (std::int64_t{1} << 30) + 4; }),
+            "combine_row_bytes on device 'cuda': expected a value in [1, 1073741824], got "
+            "1073741828");
   EXPECT_EQ(refused<InvalidArgument>(2, [](AllToAllConfig& c) { c.device_index = -1; }),
             "device_index: expected a value in [0, 32767], got -1");
 }

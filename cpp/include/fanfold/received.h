@@ -43,7 +43,8 @@ class FANFOLD_EXPORT Routing {
   /// T of this rank; of a GPU's the rows given to dispatch.
   std::int64_t num_tokens() const;
   std::int64_t round_max_tokens() const;  ///< m
-  /// Rows that each rank sent here, [R]. Of a GPU's: waits for the stream that it was made on.
+  /// Rows that each rank sent here, [R]. Of a GPU's: waits, when first asked, for
+  /// the stream that it was made on, which must still exist.
   const std::vector<std::int32_t>& rank_counts() const;
 
   struct Data;

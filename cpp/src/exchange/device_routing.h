@@ -19,6 +19,7 @@ namespace fanfold::exchange {
 struct DeviceRouting {
   std::shared_ptr<exec::DeviceBackend> backend;
   int num_ranks = 0;
+  exec::Stream stream = nullptr;          // that the copies were enqueued on
   std::shared_ptr<std::byte> memory;      // holds all of these
   std::int32_t* num_tokens = nullptr;     // [1] of the rows given
   std::int32_t* rank_counts = nullptr;    // [R]
@@ -30,7 +31,8 @@ struct DeviceRouting {
   float* topk_weights = nullptr;          // [R, m, K]
   std::int32_t* source_tokens = nullptr;  // [R, m]
 
-  /// Rows that each rank sent here. Waits for the device when first asked.
+  /// Rows that each rank sent here. Waits for `stream` when first asked: for the device
+  /// would be for peers, too, where they share it.
   const std::vector<std::int32_t>& host_rank_counts() const;
 
  private:

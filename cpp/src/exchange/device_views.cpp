@@ -142,6 +142,7 @@ std::shared_ptr<const Routing::Data> DeviceExchange::copy_routing(Slot& slot) {
   for (const Part& each : parts) bytes += base::align_up(each.bytes, 128);
   kept->backend = device_;
   kept->num_ranks = num_ranks();
+  kept->stream = slot.call_stream;
   kept->memory = device_->allocate(bytes);
   std::byte* at = kept->memory.get();
   for (const Part& each : parts) {
@@ -160,7 +161,7 @@ const std::vector<std::int32_t>& DeviceRouting::host_rank_counts() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (host_rank_counts_.empty()) {
     std::vector<std::int32_t> values(static_cast<std::size_t>(num_ranks));
-    backend->wait_idle();  // the stream of the copy may be gone by now
+    backend->wait(stream);
     backend->download(values.data(), reinterpret_cast<const std::byte*>(rank_counts),
                       std::int64_t{num_ranks} * 4);
     host_rank_counts_ = std::move(values);
