@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -120,7 +121,8 @@ def run_experts_of(x: Any, ids: Any, rank: int, num_experts: int, world: int, mo
     total = torch.zeros(x.shape, dtype=torch.float32)
     for k in range(ids.shape[1]):
         mine = torch.tensor(
-            [owner(expert, num_experts, world) == rank for expert in ids[:, k].tolist()]
+            [owner(expert, num_experts, world) == rank for expert in ids[:, k].tolist()],
+            dtype=torch.bool,
         )
         factor = torch.where(mine, scale_of(ids[:, k], num_experts) + more, 0.0)
         total += x.float() * factor[:, None]
@@ -229,3 +231,110 @@ def exchange(comm: fanfold.Communicator, *args: Any, **more: Any) -> flashinfer.
     config = flashinfer.MnnvlConfig(comm_backend=flashinfer.CommunicatorBackend(comm))
     where = mapping(comm.num_ranks, comm.rank)
     return flashinfer.MoeAlltoAll(where, *args, mnnvl_config=config, **more)
+
+
+# -- ranks that are processes --------------------------------------------------------------------
+
+
+class Callbacks:
+    """A backend as frameworks write them: their own collectives, and ``Split`` gives itself."""
+
+    def __init__(self, comm: fanfold.Communicator) -> None:
+        self._comm = comm
+
+    def Get_rank(self) -> int:
+        return self._comm.rank
+
+    def Get_size(self) -> int:
+        return self._comm.num_ranks
+
+    def allgather(self, data: Any) -> tuple[Any, ...]:
+        return tuple(pickle.loads(part) for part in self._comm.all_gather_bytes(pickle.dumps(data)))
+
+    def bcast(self, data: Any, root: int) -> Any:
+        return self.allgather(data)[root]
+
+    def barrier(self) -> None:
+        self._comm.barrier()
+
+    def Split(self, color: int, key: int) -> Callbacks:
+        del color, key
+        return self
+
+
+def rounds_in_a_process(comm: fanfold.Communicator) -> list[float]:
+    """A few rounds of the class through a framework's own backend."""
+    world, me = comm.num_ranks, comm.rank
+    config = flashinfer.MnnvlConfig(comm_backend=Callbacks(comm))
+    a2a = flashinfer.MoeAlltoAll(
+        mapping(world, me), 8, 2, 2 * world, hidden_size=24, mnnvl_config=config
+    )
+    sums = []
+    for tokens in (0, 3, 8, 1):
+        mine = min(tokens + me, 8)
+        ids, x = draw_ids(me, mine, 2, 2 * world), noise(me, (mine, 24), BF16)
+        views = a2a.dispatch(ids, [x, ids], 8, -1, 1)
+        y = a2a.get_combine_payload_tensor_in_workspace(8, 24, BF16)
+        y.copy_(run_experts(views[0], views[1], me, 2 * world))
+        out = a2a.combine(y, 8, payload_in_workspace=True)
+        assert same_bits(out, combined(x, ids, 2 * world, world))
+        sums.append(float(out.float().sum()))
+    return sums
+
+
+def strided_memory(comm: fanfold.Communicator) -> None:
+    """Write to the next rank's part, and find what the rank before wrote."""
+    world, me = comm.num_ranks, comm.rank
+    where = mapping(world, me)
+    flashinfer.MnnvlMemory.initialize()
+    backend = flashinfer.CommunicatorBackend(comm)
+    flashinfer.MnnvlMemory.set_comm_from_config(where, flashinfer.MnnvlConfig(comm_backend=backend))
+    for size, dtype in (
+        (4 * 2**20 - 3072, torch.int32),
+        (30 * 2**20 - 2048, BF16),
+        (7, torch.uint8),
+    ):
+        memory = flashinfer.MnnvlMemory(where, size)
+        rows = memory.as_torch_strided_tensor(dtype)
+        assert rows.dtype == dtype
+        assert list(rows.shape) == [world, size // dtype.itemsize]
+        assert rows.stride() == (memory.rank_stride // dtype.itemsize, 1)
+        assert rows.data_ptr() == memory.ptr
+        assert not rows[me].any()
+        comm.barrier()
+        rows[(me + 1) % world].fill_(me + 1)
+        comm.barrier()
+        assert (rows[me] == (me - 1) % world + 1).all()
+        assert all((rows[r] == (r - 1) % world + 1).all() for r in range(world))
+        memory.close()
+        assert (rows[me] == (me - 1) % world + 1).all()  # the tensor keeps it
+
+
+def torch_backends(comm: fanfold.Communicator, store: str) -> float:
+    """Four processes over gloo: the default group, and halves of it that exchange on their own."""
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=comm.rank, world_size=comm.num_ranks
+    )
+    backend = flashinfer.TorchDistBackend()
+    assert (backend.Get_rank(), backend.Get_size()) == (comm.rank, 4)
+    assert backend.allgather(comm.rank) == [0, 1, 2, 3]
+    assert backend.bcast(comm.rank, 3) == 3
+    assert backend.Split(0, comm.rank) is backend
+    half = backend.Split(comm.rank // 2, -comm.rank)
+    assert half.allgather(comm.rank) == [comm.rank | 1, comm.rank & ~1]
+    one = half.Split(comm.rank, 0)
+    assert (one.Get_rank(), one.Get_size()) == (0, 1)
+    sums = 0.0
+    for size in (4, 2):  # expert-parallel over all ranks, then over two halves
+        where = flashinfer.Mapping(4, comm.rank, 4, tp_size=4, moe_ep_size=size)
+        config = flashinfer.MnnvlConfig(comm_backend=flashinfer.TorchDistBackend())
+        a2a = flashinfer.MoeAlltoAll(where, 2, 1, 4, hidden_size=2, mnnvl_config=config)
+        again = flashinfer.MoeAlltoAll(where, 2, 1, 4, hidden_size=2, mnnvl_config=config)
+        assert again.mnnvl_mem is a2a.mnnvl_mem
+        ids = torch.full((1, 1), comm.rank, dtype=torch.int32)
+        views = a2a.dispatch(ids, [torch.ones((1, 2), dtype=BF16)], 1)
+        sums += float(a2a.combine(views[0], 1).sum())
+    dist.destroy_process_group()
+    return sums
