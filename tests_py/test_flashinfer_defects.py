@@ -144,6 +144,56 @@ def test_rows_of_a_rank_that_was_masked_out_are_not_valid_any_more() -> None:
     spawn_threads(2, one)
 
 
+def test_a_mask_and_statistics_need_nobody_who_is_gone() -> None:
+    def one(comm: fanfold.Communicator) -> None:
+        size = flashinfer.moe_a2a_get_workspace_size_per_rank(3, 2, 40, 16, 2)
+        a2a = exchange(
+            comm,
+            2,
+            1,
+            3,
+            workspace_size_per_rank=size,
+            eplb_stats_num_experts=2,
+            enable_rank_mask=True,
+        )
+        if comm.rank == 1:  # it never comes to a round
+            return
+        mask = flashinfer.moe_a2a_active_rank_mask([0, 2], 3)
+        ids = torch.tensor([[2 - comm.rank], [1]], dtype=torch.int32)
+        x = noise(comm.rank, (2, 8), BF16)
+        stats = torch.full((2,), comm.rank + 5, dtype=torch.int32)
+        for _ in range(2):
+            views = a2a.dispatch(
+                ids, [x, ids], 2, -1, 1, eplb_local_stats=stats, active_rank_mask=mask
+            )
+            assert a2a.eplb_gathered_stats.tolist() == [[5, 5], [0, 0], [7, 7]]
+            out = a2a.combine(views[0], 2, active_rank_mask=mask)
+            assert same_bits(out, torch.cat([x[:1], torch.zeros_like(x[1:])]))
+
+    spawn_threads(3, one)
+
+
+def test_a_late_rank_is_named_and_new_objects_work_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exchanges, "TIMEOUT_S", 0.5)
+
+    def one(comm: fanfold.Communicator) -> None:
+        a2a = exchange(comm, 2, 1, 2, hidden_size=8)
+        ids, x = torch.ones((1, 1), dtype=torch.int32), noise(comm.rank, (1, 8), BF16)
+        if comm.rank == 0:
+            with pytest.raises(fanfold.PeerTimeout, match="rank 1") as late:
+                a2a.dispatch(ids, [x], 1)
+            assert late.value.rank == 1
+        comm.barrier()
+        a2a._reset_workspace()
+        again = exchange(comm, 2, 1, 2, hidden_size=8)
+        views = again.dispatch(ids, [x], 1)
+        assert same_bits(again.combine(views[0], 1), x)
+
+    spawn_threads(2, one)
+
+
 def test_objects_of_one_workspace_may_have_rounds_open_together() -> None:
     def one(comm: fanfold.Communicator) -> None:
         me = comm.rank

@@ -13,6 +13,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fanfold.compat.flashinfer.checks import (
+        MOE_A2A_RANK_MASK_WORDS,
+        moe_a2a_active_rank_mask,
+    )
     from fanfold.compat.flashinfer.errors import (
         CalledTooEarly,
         CallOrder,
@@ -20,8 +24,6 @@ if TYPE_CHECKING:
         WorkspaceTooSmall,
     )
     from fanfold.compat.flashinfer.functions import (
-        MOE_A2A_RANK_MASK_WORDS,
-        moe_a2a_active_rank_mask,
         moe_a2a_combine,
         moe_a2a_dispatch,
         moe_a2a_dispatch_pair,
@@ -68,6 +70,8 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    "MOE_A2A_RANK_MASK_WORDS": "checks",
+    "moe_a2a_active_rank_mask": "checks",
     "CallOrder": "errors",
     "CalledTooEarly": "errors",
     "WorkspaceTooSmall": "errors",

@@ -12,6 +12,7 @@ from typing import Any
 
 from fanfold.compat.flashinfer import sizes
 from fanfold.compat.flashinfer.exchanges import OpenRound
+from fanfold.compat.flashinfer.with_torch import torch
 
 
 def write(row: Any, offsets: list[int], epochs: tuple[int, int], opened: OpenRound) -> None:
@@ -52,25 +53,23 @@ def routing_tables(ids: Any, num_experts: int, active: Any) -> tuple[Any, Any, A
         Target ranks ``[T, K]`` and slots there ``[T, K]``, both -1 where the token goes nowhere or
         an earlier column already sent it there; and ``[R]`` tokens for each rank. All int32.
     """
-    import torch
-
     ep_size = int(active.shape[0])
     first = sizes.first_experts(num_experts, ep_size)
-    bounds = torch.tensor(first[1:], device=ids.device)
+    bounds = torch().tensor(first[1:], device=ids.device)
     wanted = ids.long()
-    owner = torch.bucketize(wanted, bounds, right=True)
+    owner = torch().bucketize(wanted, bounds, right=True)
     valid = (wanted >= 0) & (wanted < num_experts)
     goes = valid & active[owner.clamp(max=ep_size - 1)]
-    hits = torch.zeros((ids.shape[0], ep_size + 1), dtype=torch.int64, device=ids.device)
-    hits.scatter_(1, torch.where(goes, owner, ep_size), 1)
+    hits = torch().zeros((ids.shape[0], ep_size + 1), dtype=torch().int64, device=ids.device)
+    hits.scatter_(1, torch().where(goes, owner, ep_size), 1)
     hits = hits[:, :ep_size]
     slots = hits.cumsum(0) - 1
     same = (owner[:, :, None] == owner[:, None, :]) & goes[:, :, None] & goes[:, None, :]
     earlier = same.tril(-1).any(2)
     sends = goes & ~earlier
     safe = owner.clamp(max=ep_size - 1)
-    targets = torch.where(sends, owner, -1)
-    indices = torch.where(sends, slots.gather(1, safe), -1)
+    targets = torch().where(sends, owner, -1)
+    indices = torch().where(sends, slots.gather(1, safe), -1)
     return targets.int(), indices.int(), hits.sum(0).int()
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from fanfold import _core
 from fanfold.all_to_all import AllToAll
 from fanfold.compat.flashinfer.ranks import Ranks
+from fanfold.compat.flashinfer.with_torch import torch
 from fanfold.errors import InvalidArgument
 
 TIMEOUT_S = 300.0
@@ -204,11 +205,19 @@ class Exchanges:
         self._combine_bytes[travels] = max(row_bytes, self._combine_bytes.get(travels, 0))
 
     def prepare(
-        self, device: str, num_experts: int, top_k: int, dispatch_bytes: int, combine_bytes: int
+        self,
+        device: str,
+        num_experts: int,
+        top_k: int,
+        dispatch_row_bytes: int,
+        combine_row_bytes: int,
+        num_stats: int = 0,
     ) -> None:
-        """Make the exchange of rounds to come, of bfloat16 results. Collective."""
-        self.foresee("bfloat16", combine_bytes)
-        self._slot(self._kind(num_experts, top_k, "bfloat16", device), dispatch_bytes)
+        """Make the exchanges of rounds to come, of bfloat16 results. Collective."""
+        self._combine_bytes["bfloat16"] = combine_row_bytes
+        self._slot(self._kind(num_experts, top_k, "bfloat16", device), dispatch_row_bytes)
+        if num_stats:
+            self._slot(self._stats_kind(device), 4 * num_stats)
 
     def open(self, call: Dispatch, travels: str | None = None) -> OpenRound:
         """Dispatch. Waits for every active rank (on a GPU torch's current stream does).
@@ -266,6 +275,10 @@ class Exchanges:
         rows = 1 if for_stats else self.max_num_tokens
         return Kind(num_experts, top_k, travels, device, rows, fixed, for_stats)
 
+    def _stats_kind(self, device: str, active: list[bool] | None = None) -> Kind:
+        ranks = self.num_ranks
+        return self._kind(ranks, ranks, "float32", device, active, for_stats=True)
+
     def _dispatch(self, slot: Slot, call: Dispatch) -> OpenRound:
         active = call.active or [True] * self.num_ranks
         if slot.exchange.active_mask != active:
@@ -285,9 +298,6 @@ class Exchanges:
         """Every rank's statistics: one token for all ranks, each the host of one expert."""
         call = opened.call
         stats, num_ranks = call.stats, self.num_ranks
-        kind = self._kind(
-            num_ranks, num_ranks, "float32", str(stats.device), call.active, for_stats=True
-        )
         whole = Dispatch(
             topk_ids=stats.new_tensor(list(range(num_ranks))).view(1, -1),
             payloads=[stats.view(1, -1)],
@@ -295,6 +305,7 @@ class Exchanges:
             round_max_tokens=1,
             active=call.active,
         )
+        kind = self._stats_kind(str(stats.device), call.active)
         slot = self._slot(kind, row_bytes(whole.payloads[0]))
         opened.stats_round = self._dispatch(slot, whole)
         opened.stats = opened.stats_round.payloads[0].view(num_ranks, -1)
@@ -359,9 +370,7 @@ def stream_of(tensor: Any) -> dict[str, Any]:
     """The stream argument of a call: torch's current one where the tensor lies on a GPU."""
     if tensor.device.type == "cpu":
         return {}
-    import torch
-
-    return {"stream": torch.cuda.current_stream(tensor.device).cuda_stream}
+    return {"stream": torch().cuda.current_stream(tensor.device).cuda_stream}
 
 
 def _name(dtype: Any) -> str:
@@ -369,9 +378,7 @@ def _name(dtype: Any) -> str:
 
 
 def _wide_dtype() -> Any:
-    import torch
-
-    return torch.float32
+    return torch().float32
 
 
 def _travels_as(dtype: Any) -> tuple[str, int]:

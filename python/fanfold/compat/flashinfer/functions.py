@@ -16,14 +16,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fanfold.compat.flashinfer import sizes
+from fanfold.compat.flashinfer import checks, sizes
 from fanfold.compat.flashinfer.errors import CalledTooEarly, Refused
-from fanfold.compat.flashinfer.exchanges import Dispatch, OpenRound, row_bytes
+from fanfold.compat.flashinfer.exchanges import Dispatch, OpenRound
+from fanfold.compat.flashinfer.with_torch import torch
 from fanfold.compat.flashinfer.workspaces import WORKSPACES, WorkspaceRank
 from fanfold.errors import InvalidArgument
-
-MOE_A2A_RANK_MASK_WORDS = 1
-"""Words of a mask of up to 64 ranks; of more ranks it has a word for each 64."""
 
 
 def moe_a2a_initialize(
@@ -72,10 +70,8 @@ def attach(
     backend: str = "trtllm",
 ) -> Any:
     """As ``moe_a2a_initialize``; the workspace may have fewer bytes than it stands for."""
-    import torch
-
-    check_backend(backend)
-    if workspace.dtype != torch.uint8 or workspace.dim() != 2 or workspace.shape[0] != ep_size:
+    checks.check_backend(backend)
+    if workspace.dtype != torch().uint8 or workspace.dim() != 2 or workspace.shape[0] != ep_size:
         raise Refused(
             f"workspace: expected [{ep_size}, bytes] uint8, got {list(workspace.shape)} "
             f"{workspace.dtype}"
@@ -96,7 +92,7 @@ def attach(
     }
     kept = WORKSPACES.attach(workspace, known)
     workspace[ep_rank, :num_bytes].zero_()
-    return torch.tensor(kept.offsets, dtype=torch.int64)
+    return torch().tensor(kept.offsets, dtype=torch().int64)
 
 
 def moe_a2a_dispatch(
@@ -148,14 +144,14 @@ def moe_a2a_dispatch(
         PeerTimeout, PeerAborted, PeerLost: a rank is late or gone.
     """
     del enable_pdl, recv_view_cache
-    check_backend(backend)
+    checks.check_backend(backend)
     kept = _kept(workspace, metainfo, ep_rank, ep_size)
     if token_selected_experts.dim() != 2 or token_selected_experts.shape[1] != top_k:
         raise Refused(
             f"token_selected_experts shape mismatch: expected [tokens, {top_k}], got "
             f"{list(token_selected_experts.shape)}"
         )
-    active = active_ranks(enable_rank_mask, active_rank_mask, ep_rank, ep_size)
+    active = checks.active_ranks(enable_rank_mask, active_rank_mask, ep_rank, ep_size)
     call = Dispatch(
         topk_ids=token_selected_experts,
         payloads=input_payloads,
@@ -164,7 +160,7 @@ def moe_a2a_dispatch(
         active=active,
         stats=eplb_local_stats,
     )
-    check_dispatch(kept, call)
+    checks.check_dispatch(kept, call)
     if kept.own is not None:
         kept.own.end()
         kept.own = None
@@ -172,7 +168,7 @@ def moe_a2a_dispatch(
     kept.own = opened
     kept.begin(opened)
     kept.write_counters(workspace)
-    return opened.payloads, kept.combine_offset, opened.stats
+    return opened.payloads, kept.combine_offset(), opened.stats
 
 
 def moe_a2a_dispatch_pair(*args: Any, **kwargs: Any) -> tuple[list[Any], int]:
@@ -239,14 +235,14 @@ def moe_a2a_combine(
         PeerTimeout, PeerAborted, PeerLost: a rank is late or gone.
     """
     del enable_pdl, sf_layout
-    check_backend(backend)
+    checks.check_backend(backend)
     kept = _kept(workspace, metainfo, ep_rank, ep_size)
     opened = kept.own
     if opened is None:
         raise CalledTooEarly(
             "moe_a2a_combine: expected a dispatch on this workspace before, got none"
         )
-    check_unquantised(output_scales, output_scalar_scale, use_low_precision)
+    checks.check_unquantised(output_scales, output_scalar_scale, use_low_precision)
     _check_as_dispatched(
         opened,
         local_num_tokens=(local_num_tokens, opened.num_tokens),
@@ -255,13 +251,15 @@ def moe_a2a_combine(
             opened.call.round_max_tokens,
         ),
         top_k=(top_k, int(opened.call.topk_ids.shape[1])),
-        combine_payload_offset=(combine_payload_offset, kept.combine_offset),
+        combine_payload_offset=(combine_payload_offset, kept.combine_offset()),
         active_rank_mask=(
-            active_ranks(enable_rank_mask, active_rank_mask, ep_rank, ep_size),
+            checks.active_ranks(enable_rank_mask, active_rank_mask, ep_rank, ep_size),
             opened.call.active,
         ),
     )
-    out = combine(kept, opened, payload, payload_in_workspace, output_dtype, output, release=False)
+    out = checks.combine(
+        kept, opened, payload, payload_in_workspace, output_dtype, output, release=False
+    )
     kept.write_counters(workspace)
     return out
 
@@ -292,7 +290,7 @@ def moe_a2a_sanitize_expert_ids(
         InvalidArgument: the ids do not fit.
     """
     del enable_pdl
-    check_backend(backend)
+    checks.check_backend(backend)
     kept = _kept(workspace, metainfo, ep_rank, int(workspace.shape[0]))
     if kept.latest is None:
         raise CalledTooEarly("moe_a2a_sanitize_expert_ids: expected a dispatch before, got none")
@@ -331,9 +329,9 @@ def moe_a2a_wrap_payload_tensor_in_workspace(
     shape = [*leading_shape, num_bytes // unit]
     kept, place = WORKSPACES.at(workspace, slice_start)
     if kept is not None and kept.latest is not None:
-        if place == kept.combine_offset:
+        if place == kept.combine_offset():
             return _results(kept.latest, shape, dtype)
-        for region in kept.regions:
+        for region in kept.regions():
             if region.offset == place and num_bytes <= region.num_bytes:
                 return _bytes(region.tensor)[:num_bytes].view(dtype).view(shape)
     if workspace.dim() == 1:
@@ -346,181 +344,6 @@ def moe_a2a_wrap_payload_tensor_in_workspace(
             f"slice_end: expected at most the end of a workspace row, got {slice_end}"
         )
     return taken.view(dtype).view(shape)
-
-
-def moe_a2a_active_rank_mask(active_ranks: Sequence[int], ep_size: int) -> Any:
-    """The mask of ranks that take part: bit r of the words is set for rank r.
-
-    Args:
-        active_ranks: rank numbers.
-        ep_size: number of ranks.
-
-    Returns:
-        uint64 on the CPU: one word, and one more for each further 64 ranks, which FlashInfer drops.
-
-    Raises:
-        InvalidArgument: a rank outside of the group.
-    """
-    import torch
-
-    words = [0] * _num_words(ep_size)
-    for rank in active_ranks:
-        if not 0 <= rank < ep_size:
-            raise InvalidArgument(f"active_ranks: expected 0 to {ep_size - 1}, got {rank}")
-        words[rank // 64] |= 1 << (rank % 64)
-    return torch.tensor(words, dtype=torch.uint64)
-
-
-# -- what the class uses as well -----------------------------------------------------------------
-
-
-def check_backend(backend: str) -> None:
-    """Only one of FlashInfer's backends has a counterpart here."""
-    if backend == "cake":
-        raise NotImplementedError(
-            'backend: "cake" names generated GPU kernels, which are not served; use "trtllm"'
-        )
-    if backend != "trtllm":
-        raise InvalidArgument(f'backend: expected "trtllm", got {backend!r}')
-
-
-def check_unquantised(scales: Any, scalar_scale: float, use_low_precision: bool) -> None:
-    """Results travel and arrive as they are."""
-    if scales is not None or scalar_scale != 1.0:
-        raise NotImplementedError(
-            "output_scales, output_scalar_scale: results in MXFP8, MXFP4 or NVFP4 are not served; "
-            "combine without them and quantise the output"
-        )
-    if use_low_precision:
-        raise NotImplementedError(
-            "use_low_precision: results that travel as FP8 without a scale are not served; "
-            'fanfold.AllToAll has combine_wire="fp8_e4m3", with a scale per 128 elements'
-        )
-
-
-def active_ranks(enabled: bool, mask: Any, ep_rank: int, ep_size: int) -> list[bool] | None:
-    """By rank whether it takes part; None: there is no mask.
-
-    Raises:
-        Refused: the mask is missing, unasked for or not one of this group.
-    """
-    import torch
-
-    if not enabled:
-        if mask is not None:
-            raise Refused("active_rank_mask requires enable_rank_mask=True")
-        return None
-    if mask is None:
-        raise Refused("active_rank_mask must be defined when enable_rank_mask=True")
-    words = _num_words(ep_size)
-    if mask.dtype != torch.uint64 or mask.device.type != "cpu" or list(mask.shape) != [words]:
-        raise Refused(
-            f"active_rank_mask: expected [{words}] uint64 on the CPU, got {list(mask.shape)} "
-            f"{mask.dtype} on {mask.device}"
-        )
-    values = mask.tolist()
-    active = [bool(values[rank // 64] >> (rank % 64) & 1) for rank in range(ep_size)]
-    if not active[ep_rank]:
-        raise Refused("active_rank_mask must mark the local ep_rank as active")
-    return active
-
-
-def check_dispatch(kept: WorkspaceRank, call: Dispatch) -> None:
-    """Check what can be checked before a byte moves or memory is made."""
-    check_call(call, kept.ep_size, kept.max_num_tokens, kept.num_stats)
-    width = sum(row_bytes(payload) for payload in call.payloads)
-    kept.check_room(kept.ep_size * call.round_max_tokens * width)
-
-
-def check_call(call: Dispatch, ep_size: int, max_num_tokens: int, num_stats: int) -> None:
-    """As ``check_dispatch``, where the memory may grow."""
-    import torch
-
-    rows = call.round_max_tokens
-    if not 1 <= rows <= max_num_tokens:
-        raise Refused(
-            f"runtime_max_tokens_per_rank: expected 1 to {max_num_tokens} (max_num_tokens), "
-            f"got {rows}"
-        )
-    if call.num_experts < ep_size:
-        raise Refused(
-            f"num_experts must be >= ep_size: expected at least {ep_size}, got {call.num_experts}"
-        )
-    tokens = int(call.topk_ids.shape[0])
-    if tokens > rows:
-        raise Refused(
-            f"token_selected_experts: expected at most runtime_max_tokens_per_rank ({rows}) "
-            f"tokens, got {tokens}"
-        )
-    if not call.payloads:
-        raise Refused("input_payloads: expected at least one payload, got none")
-    for index, payload in enumerate(call.payloads):
-        if payload.dim() < 1 or payload.shape[0] != tokens:
-            raise Refused(
-                f"input_payloads: payload {index} first dimension must match local_num_tokens "
-                f"({tokens}), got {list(payload.shape)}"
-            )
-    stats = call.stats
-    if stats is not None:
-        limit = min(num_stats, call.num_experts)
-        if stats.dtype != torch.int32 or stats.dim() != 1 or not 1 <= len(stats) <= limit:
-            raise Refused(
-                f"eplb_local_stats: expected [1 to {limit}] int32 (eplb_stats_num_experts of "
-                f"initialize, num_experts), got {list(stats.shape)} {stats.dtype}"
-            )
-
-
-def combine(
-    kept: WorkspaceRank,
-    opened: OpenRound,
-    payload: Any,
-    payload_in_workspace: bool,
-    output_dtype: Any,
-    output: Any,
-    *,
-    release: bool,
-) -> Any:
-    """Check results and output, combine, and give the output."""
-    if output_dtype not in (None, payload.dtype):
-        raise Refused(
-            "output_dtype without output_scales must match payload dtype: expected "
-            f"{payload.dtype}, got {output_dtype}"
-        )
-    output = checked_output(opened, payload, output)
-    if payload_in_workspace:
-        place = opened.combine_buffer(int(payload.shape[2]), payload.dtype)
-        if place.data_ptr() != payload.data_ptr():
-            raise Refused(
-                "payload: tensor pointer mismatch: payload_in_workspace=True expects the tensor "
-                "that the workspace gives for results of this shape and type, got another"
-            )
-    opened.combine(payload, output, release=release)
-    kept.combined()
-    return output
-
-
-def checked_output(opened: OpenRound, payload: Any, output: Any) -> Any:
-    """``output`` if it fits the results of a round, or a new one."""
-    leading = [opened.exchanges.num_ranks, opened.call.round_max_tokens]
-    if payload.dim() != 3 or list(payload.shape[:2]) != leading:
-        raise Refused(
-            f"payload: expected [{leading[0]}, {leading[1]}, hidden], got {list(payload.shape)}"
-        )
-    shape = [opened.num_tokens, int(payload.shape[2])]
-    if output is None:
-        return payload.new_empty(shape)
-    if (
-        list(output.shape) != shape
-        or output.dtype != payload.dtype
-        or output.device != payload.device
-        or not output.is_contiguous()
-    ):
-        kind = "contiguous" if output.is_contiguous() else "not contiguous"
-        raise InvalidArgument(
-            f"output: expected {shape} {payload.dtype} on {payload.device}, contiguous, got "
-            f"{list(output.shape)} {output.dtype} on {output.device}, {kind}"
-        )
-    return output
 
 
 def _kept(workspace: Any, metainfo: Any, ep_rank: int, ep_size: int) -> WorkspaceRank:
@@ -553,10 +376,4 @@ def _results(opened: OpenRound, shape: list[int], dtype: Any) -> Any:
 
 
 def _bytes(tensor: Any) -> Any:
-    import torch
-
-    return tensor.view(torch.uint8).view(-1)
-
-
-def _num_words(ep_size: int) -> int:
-    return max(MOE_A2A_RANK_MASK_WORDS, -(-ep_size // 64))
+    return tensor.view(torch().uint8).view(-1)

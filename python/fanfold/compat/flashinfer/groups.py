@@ -18,6 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 from fanfold import _core
 from fanfold.compat.flashinfer.errors import CalledTooEarly
 from fanfold.compat.flashinfer.mapping import Mapping
+from fanfold.compat.flashinfer.with_torch import torch
 from fanfold.errors import InvalidArgument
 
 
@@ -88,8 +89,7 @@ class TorchDistBackend:
     """
 
     def __init__(self, group: Any = None) -> None:
-        import torch.distributed as dist
-
+        dist = torch().distributed
         self._dist: Any = dist
         self._group = group
 
@@ -284,8 +284,7 @@ def _one_rank() -> CommunicatorBackend:
 def _default_backend(mapping: Mapping) -> Any:
     if mapping.world_size == 1:
         return _one_rank()
-    import torch.distributed as dist
-
+    dist = torch().distributed
     if not dist.is_available() or not dist.is_initialized():
         raise CalledTooEarly(
             f"comm_backend: expected MnnvlConfig(comm_backend=...) for a world of "

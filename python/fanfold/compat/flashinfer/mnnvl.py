@@ -14,6 +14,7 @@ from fanfold.compat.flashinfer import groups
 from fanfold.compat.flashinfer.errors import CalledTooEarly
 from fanfold.compat.flashinfer.mapping import Mapping
 from fanfold.compat.flashinfer.sizes import at_least
+from fanfold.compat.flashinfer.with_torch import torch
 from fanfold.errors import InvalidArgument, SystemFailure
 
 
@@ -141,17 +142,13 @@ def _key(mapping: Mapping) -> tuple[int, ...]:
 def default_device(given: Any = None) -> str:
     if given is not None:
         return str(given)
-    import torch
-
-    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+    return f"cuda:{torch().cuda.current_device()}" if torch().cuda.is_available() else "cpu"
 
 
 class _HostSegment:
     """Shared memory of all ranks in one mapping: rank r's part begins at r * stride."""
 
     def __init__(self, communicator: _core.Communicator, size: int) -> None:
-        import torch
-
         self.stride = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         total = self.stride * communicator.num_ranks
         made = os.memfd_create("fanfold", os.MFD_CLOEXEC) if communicator.rank == 0 else -1
@@ -172,7 +169,7 @@ class _HostSegment:
         failed = [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each]
         if mapped is None or failed:
             raise SystemFailure(f"MnnvlMemory: shared memory could not be mapped: {failed}")
-        self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
+        self._bytes = torch().frombuffer(mapped, dtype=torch().uint8)
         self.address = int(self._bytes.data_ptr())
         self._rows: Any = self._bytes.view(communicator.num_ranks, self.stride)
 
@@ -200,12 +197,11 @@ class _GpuSegment:
     """Windows of a FabricMemory, which lie one after the other in this rank's address space."""
 
     def __init__(self, communicator: _core.Communicator, size: int, device: str) -> None:
-        import torch
-
         self._memory = _core.FabricMemory(communicator, size, device=device)
         self._device = device
         windows = [
-            self._memory.tensor(rank, torch.uint8, [size]) for rank in range(communicator.num_ranks)
+            self._memory.tensor(rank, torch().uint8, [size])
+            for rank in range(communicator.num_ranks)
         ]
         self.address = int(windows[0].data_ptr())
         self.stride = int(self._memory.num_bytes)
@@ -214,9 +210,9 @@ class _GpuSegment:
         self._windows: Any = windows
 
     def tensor(self) -> Any:
-        import torch
-
-        return torch.as_tensor(_Rows(self._windows, self.address, self.stride), device=self._device)
+        return torch().as_tensor(
+            _Rows(self._windows, self.address, self.stride), device=self._device
+        )
 
     def close(self) -> None:
         self._windows = None

@@ -50,8 +50,8 @@ def _dispatch(
     )
     kept = WORKSPACES.find(workspace, ep_rank)
     first = ep_rank * int(workspace.stride(0))
-    starts = [first + region.offset for region in kept.regions]
-    lengths = [region.num_bytes for region in kept.regions]
+    starts = [first + region.offset for region in kept.regions()]
+    lengths = [region.num_bytes for region in kept.regions()]
     if stats is None:
         return starts, lengths, combine_offset, -1, 0
     return starts, lengths, combine_offset, kept.offsets[8], int(stats.shape[1])

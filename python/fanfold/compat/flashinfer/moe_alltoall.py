@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from fanfold import _core
-from fanfold.compat.flashinfer import functions, sizes
+from fanfold.compat.flashinfer import checks, functions, sizes
 from fanfold.compat.flashinfer.errors import CalledTooEarly, CallOrder, Refused
 from fanfold.compat.flashinfer.exchanges import Dispatch, OpenRound
 from fanfold.compat.flashinfer.mnnvl import MnnvlMemory, default_device
+from fanfold.compat.flashinfer.with_torch import torch
 from fanfold.compat.flashinfer.workspaces import WORKSPACES, WorkspaceRank
 from fanfold.errors import InvalidArgument
 
@@ -31,7 +32,8 @@ class MoeAlltoAll:
     - A rank that is masked out counts as having sent nothing, so its old rows are sanitised.
     - FP8 results give FP8 sums.
     - Creation includes the barrier; ``checkpoint_restore`` keeps the statistics.
-    - A rank that is late for 300 s, or gone, is an error that names it, and nothing is trapped.
+    - A rank that is late for 300 s, or gone, is an error that names it, and nothing is trapped;
+      after ``_reset_workspace`` on every rank new objects work.
 
     Received rows keep the order of the source's tokens, and sums are deterministic, bit for bit.
     The memory is that of the exchange, about ``workspace_size_per_rank``; it is taken when the
@@ -48,7 +50,8 @@ class MoeAlltoAll:
         hidden_size: elements of a row.
         mnnvl_config: has the communication backend; None: see ``MnnvlMemory.get_comm``.
         eplb_stats_num_experts: the longest statistics that a dispatch gathers.
-        enable_rank_mask: dispatch and combine take masks.
+        enable_rank_mask: dispatch and combine take masks. Results other than bfloat16 must have
+            been combined once before a rank is gone: memory is made by all ranks.
         backend: "trtllm".
 
     Raises:
@@ -150,7 +153,7 @@ class MoeAlltoAll:
         *,
         backend: str = "trtllm",
     ) -> None:
-        functions.check_backend(backend)
+        checks.check_backend(backend)
         sizes.at_least("top_k", top_k, 1)
         sizes.at_least("num_experts", num_experts, 1)
         self._init_constants()
@@ -192,7 +195,7 @@ class MoeAlltoAll:
             row = 2 * hidden_size
             self._prepare(row + 8 * top_k, row)
         elif enable_rank_mask:
-            # A group that has lost a rank can make nothing: room for any division of the bytes.
+            # A group that has lost a rank makes no memory: room for any division of the bytes.
             rows = self.ep_size * max_num_tokens
             spare = max(workspace_size_per_rank - self._kept.offsets[-1], 16) // rows
             self._prepare(spare, spare)
@@ -270,7 +273,7 @@ class MoeAlltoAll:
             active=self._active(active_rank_mask),
             stats=eplb_local_stats,
         )
-        functions.check_dispatch(self._kept, call)
+        checks.check_dispatch(self._kept, call)
         opened = self._kept.exchanges.open(call)
         self._kept.begin(opened)
         self._round = opened
@@ -324,15 +327,15 @@ class MoeAlltoAll:
         opened = self._round
         if opened is None:
             raise CallOrder("combine called before successful dispatch")
-        functions.check_unquantised(output_scales, output_scalar_scale, use_low_precision)
+        checks.check_unquantised(output_scales, output_scalar_scale, use_low_precision)
         self._check_rows(runtime_max_tokens_per_rank)
         if self._active(active_rank_mask) != opened.call.active:
             raise Refused("active_rank_mask: expected the mask of the dispatch")
         self._kept.check_room(
-            sum(region.num_bytes for region in self._kept.regions),
+            sum(view.numel() * view.element_size() for view in opened.payloads),
             payload.numel() * payload.element_size(),
         )
-        out = functions.combine(
+        out = checks.combine(
             self._kept,
             opened,
             payload,
@@ -415,7 +418,12 @@ class MoeAlltoAll:
 
     def _prepare(self, dispatch_bytes: int, combine_bytes: int) -> None:
         self._kept.exchanges.prepare(
-            self.mnnvl_mem.device, self.num_experts, self.top_k, dispatch_bytes, combine_bytes
+            self.mnnvl_mem.device,
+            self.num_experts,
+            self.top_k,
+            dispatch_bytes,
+            combine_bytes,
+            self.eplb_stats_num_experts,
         )
 
     def _check_mapped(self) -> None:
@@ -435,14 +443,12 @@ class MoeAlltoAll:
     def _active(self, mask: Any) -> list[bool] | None:
         if mask is None:
             return None
-        return functions.active_ranks(self.enable_rank_mask, mask, self.ep_rank, self.ep_size)
+        return checks.active_ranks(self.enable_rank_mask, mask, self.ep_rank, self.ep_size)
 
 
 def _make_workspace(
     mapping: Any, size_per_rank: int, known: tuple[int, int, int, int, str]
 ) -> dict[str, Any]:
-    import torch
-
     ep_rank, ep_size, max_num_tokens, num_stats, backend = known
     num_bytes = sizes.aux_data_size(ep_size, max_num_tokens, num_stats)
     if size_per_rank < num_bytes:
@@ -453,7 +459,7 @@ def _make_workspace(
     # Shared memory of the host takes up no room before it is touched; a GPU's does.
     reserved = size_per_rank if device == "cpu" else num_bytes
     memory = MnnvlMemory(mapping, reserved, device=device)
-    workspace = memory.as_torch_strided_tensor(torch.uint8)
+    workspace = memory.as_torch_strided_tensor(torch().uint8)
     metainfo = functions.attach(
         workspace,
         ep_rank,

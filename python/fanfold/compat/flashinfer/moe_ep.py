@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from fanfold import _core
-from fanfold.compat.flashinfer import functions, groups, sizes
+from fanfold.compat.flashinfer import checks, groups, sizes
 from fanfold.compat.flashinfer.errors import CalledTooEarly, CallOrder, Refused
 from fanfold.compat.flashinfer.exchanges import Dispatch, Exchanges, OpenRound
+from fanfold.compat.flashinfer.mnnvl import default_device
 from fanfold.compat.flashinfer.ranks import OwnRank
+from fanfold.compat.flashinfer.with_torch import torch
 from fanfold.errors import InvalidArgument, Unsupported
 
 BACKEND_NAME = "fanfold"
@@ -92,9 +94,7 @@ class RankMajorExchange:
     @classmethod
     def is_platform_supported(cls) -> bool:
         """Whether rows of this machine's tensors can be moved: on a GPU the build must have it."""
-        import torch
-
-        return not torch.cuda.is_available() or bool(_core.build_info()["cuda"])
+        return not torch().cuda.is_available() or bool(_core.build_info()["cuda"])
 
     def start(self, bootstrap: Any, params: Any, config: Any, options: dict[str, Any]) -> None:
         """Join the group. Collective.
@@ -115,7 +115,7 @@ class RankMajorExchange:
         if unknown:
             raise TypeError(f"options: expected {', '.join(sorted(known))}, got {unknown}")
         values = {name: getattr(config, name, None) for name in known} | options
-        functions.check_unquantised(None, 1.0, getattr(config, "use_low_precision_combine", False))
+        checks.check_unquantised(None, 1.0, getattr(config, "use_low_precision_combine", False))
         self._params = params
         self._num_stats = int(values["eplb_stats_num_experts"] or 0)
         self._takes_masks = bool(values["enable_rank_mask"])
@@ -144,6 +144,16 @@ class RankMajorExchange:
             params.dispatch_bytes_per_token + row,
         )
         self._exchanges.foresee(str(self._token_dtype).removeprefix("torch."), row)
+        if self._takes_masks:
+            # A group that has lost a rank makes no memory.
+            self._exchanges.prepare(
+                default_device(),
+                params.num_experts,
+                params.top_k,
+                params.dispatch_bytes_per_token,
+                row,
+                self._num_stats,
+            )
         self._round: OpenRound | None = None
 
     def dispatch(
@@ -200,7 +210,7 @@ class RankMajorExchange:
             active=self._active(active_rank_mask),
             stats=eplb_local_stats,
         )
-        functions.check_call(call, self.num_ranks, params.max_tokens_per_rank, self._num_stats)
+        checks.check_call(call, self.num_ranks, params.max_tokens_per_rank, self._num_stats)
         opened = self._exchanges.open(call)
         self._round = opened
         received = opened.received
@@ -255,14 +265,14 @@ class RankMajorExchange:
         rows = self.num_ranks * opened.call.round_max_tokens
         if expert_output.dim() == 2 and expert_output.shape[0] == rows:
             expert_output = expert_output.unflatten(0, (self.num_ranks, -1))
-        output = functions.checked_output(opened, expert_output, output)
+        output = checks.checked_output(opened, expert_output, output)
         opened.combine(expert_output, output, release=True)
         self._round = None
         return output
 
     def active_rank_mask(self, active_ranks: Any) -> Any:
         """The mask of these ranks, for dispatch and combine."""
-        return functions.moe_a2a_active_rank_mask(active_ranks, self.num_ranks)
+        return checks.moe_a2a_active_rank_mask(active_ranks, self.num_ranks)
 
     def destroy(self) -> None:
         """Give the memory back. Collective, between rounds."""
@@ -273,7 +283,7 @@ class RankMajorExchange:
     def _active(self, mask: Any) -> list[bool] | None:
         if mask is None:
             return None
-        return functions.active_ranks(self._takes_masks, mask, self.rank, self.num_ranks)
+        return checks.active_ranks(self._takes_masks, mask, self.rank, self.num_ranks)
 
 
 def _moe_ep() -> Any:
@@ -290,6 +300,4 @@ def _moe_ep() -> Any:
 
 
 def _bfloat16() -> Any:
-    import torch
-
-    return torch.bfloat16
+    return torch().bfloat16

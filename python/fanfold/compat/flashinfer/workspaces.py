@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fanfold.compat.flashinfer import counters, sizes
@@ -40,22 +40,29 @@ class WorkspaceRank:
     epochs: tuple[int, int] = (0, 0)  # of the latest dispatch and the latest combine
     latest: OpenRound | None = None  # of whoever dispatched last
     own: OpenRound | None = None  # of the functions, which leave it open for further combines
-    regions: list[Region] = field(default_factory=list)
-    combine_offset: int = 0
 
     def begin(self, opened: OpenRound) -> None:
-        """Take note of a dispatch: its regions, which capacity fixes but for the payload set."""
+        """Take note of a dispatch."""
         self.latest = opened
         self.epochs = (max(self.epochs) + 1, self.epochs[1])
+
+    def regions(self) -> list[Region]:
+        """The bytes that name the latest dispatch's payloads: by capacity, in their order."""
         rows = self.ep_size * self.max_num_tokens
         offset = self.offsets[-1]
-        self.regions = []
-        for payload in opened.payloads:
+        found = []
+        for payload in [] if self.latest is None else self.latest.payloads:
             num_bytes = int(payload.numel() * payload.element_size())
-            self.regions.append(Region(offset, num_bytes, payload))
-            row = math.prod(payload.shape[2:]) * int(payload.element_size())
-            offset += rows * row
-        self.combine_offset = sizes.aligned(offset)
+            found.append(Region(offset, num_bytes, payload))
+            offset += rows * int(math.prod(payload.shape[2:]) * payload.element_size())
+        return found
+
+    def combine_offset(self) -> int:
+        """The byte that names the latest dispatch's results: behind the payloads' at capacity."""
+        rows = self.ep_size * self.max_num_tokens
+        payloads = [] if self.latest is None else self.latest.payloads
+        width = sum(math.prod(each.shape[2:]) * each.element_size() for each in payloads)
+        return sizes.aligned(self.offsets[-1] + rows * int(width))
 
     def write_counters(self, workspace: Any) -> None:
         """Put counters and routing tables of the latest dispatch into this rank's row."""
