@@ -25,6 +25,8 @@ from support.flashinfer_rounds import (
 import fanfold
 from fanfold.compat import flashinfer
 from fanfold.compat.flashinfer import exchanges
+from fanfold.compat.flashinfer.ranks import RanksOfProcess
+from fanfold.compat.flashinfer.workspaces import WORKSPACES
 from fanfold.testing import spawn_threads, thread_outcomes
 
 
@@ -128,16 +130,22 @@ def test_a_negative_id_goes_nowhere_and_one_too_large_is_refused() -> None:
 
 def test_rows_of_a_rank_that_was_masked_out_are_not_valid_any_more() -> None:
     def one(comm: fanfold.Communicator) -> None:
-        a2a = exchange(comm, 2, 1, 2, hidden_size=8, enable_rank_mask=True)
+        a2a = exchange(
+            comm, 2, 1, 2, hidden_size=8, eplb_stats_num_experts=1, enable_rank_mask=True
+        )
         ids = torch.full((2, 1), 0, dtype=torch.int32)
-        views = a2a.dispatch(ids, [noise(comm.rank, (2, 8), BF16), ids], 2, -1, 1)
+        stats = torch.tensor([comm.rank + 8], dtype=torch.int32)
+        x = noise(comm.rank, (2, 8), BF16)
+        views = a2a.dispatch(ids, [x, ids], 2, -1, 1, eplb_local_stats=stats)
+        assert a2a.eplb_gathered_stats.tolist() == [[8], [9]]
         if comm.rank == 0:
             assert views[1].flatten().tolist() == [0] * 4
         a2a.combine(views[0], 2)
         if comm.rank == 1:
             return
         mask = flashinfer.moe_a2a_active_rank_mask([0], 2)
-        views = a2a.dispatch(ids, [noise(0, (2, 8), BF16), ids], 2, -1, 1, active_rank_mask=mask)
+        views = a2a.dispatch(ids, [x, ids], 2, -1, 1, eplb_local_stats=stats, active_rank_mask=mask)
+        assert a2a.eplb_gathered_stats.tolist() == [[8], [0]]
         assert views[1].flatten().tolist() == [0, 0, -1, -1]
         a2a.combine(views[0], 2, active_rank_mask=mask)
 
@@ -258,6 +266,7 @@ def test_initialize_needs_no_barrier_and_begins_anew() -> None:
     def one(rank: Rank) -> None:
         for _ in range(5):
             again = Rank(ranks, rank.rank)
+            assert again.counter("FLAG_VAL", 1) == [0]
             ids = draw_ids(rank.rank, 4, 2, 6)
             x = noise(rank.rank, (4, 16), BF16)
             for _ in range(3):
@@ -267,6 +276,38 @@ def test_initialize_needs_no_barrier_and_begins_anew() -> None:
                 assert same_bits(again.combine(y, 4, 4, 2, offset), combined(x, ids, 6, 3))
 
     ranks.run(one)
+    entry = WORKSPACES._entries[ranks.workspace.data_ptr()]
+    assert entry.of_process is not None
+    # One exchange served all rounds, and those of before are gone: (generation, number).
+    assert list(entry.of_process._made) == [(5, 0)]
+
+
+def test_the_caller_may_reuse_its_ids_before_the_combine() -> None:
+    def one(comm: fanfold.Communicator) -> None:
+        a2a = exchange(comm, 2, 1, 2, hidden_size=8)
+        ids = torch.tensor([[0], [1]], dtype=torch.int32)
+        x = noise(comm.rank, (2, 8), BF16)
+        views = a2a.dispatch(ids, [x], 2)
+        y = views[0].float()  # another type than foreseen: sent along the ids once more
+        ids.fill_(-1)
+        assert same_bits(a2a.combine(y, 2), x.float())
+
+    spawn_threads(2, one)
+
+
+def test_one_thread_can_make_the_exchanges_of_all_ranks() -> None:
+    ranks = RanksOfProcess(3)
+    config = {"num_experts": 3, "top_k": 1, "max_tokens_per_rank": 1, "hidden": 4}
+    active = (True, False, True)
+    first = ranks.of_rank(0).make("name", config, active)
+    assert (first.rank, first.num_ranks, first.active_mask) == (0, 3, [True, False, True])
+    last = ranks.of_rank(2).make("name", config, active)
+    assert (last.rank, last.active_mask) == (2, [True, False, True])
+    with pytest.raises(fanfold.InvalidArgument, match=r"hidden: expected 4.*got 8 on rank 1"):
+        ranks.of_rank(1).make("name", config | {"hidden": 8}, active)
+    ranks.of_rank(0).drop("name", first)
+    with pytest.raises(fanfold.InvalidArgument, match="0 has given this exchange up"):
+        ranks.of_rank(0).make("name", config, active)
 
 
 def test_what_was_dispatched_must_be_what_is_combined() -> None:
@@ -314,8 +355,6 @@ def test_a_workspace_that_was_not_initialised_or_does_not_fit_is_named() -> None
 
 
 def test_a_workspace_that_is_gone_leaves_nothing() -> None:
-    from fanfold.compat.flashinfer.workspaces import WORKSPACES
-
     before = len(WORKSPACES._entries)
     ranks = Ranks(2, 2, 64)
 

@@ -140,9 +140,12 @@ def _key(mapping: Mapping) -> tuple[int, ...]:
 
 
 def default_device(given: Any = None) -> str:
+    """The device asked for, else torch's current GPU where this build can use it, else "cpu"."""
     if given is not None:
         return str(given)
-    return f"cuda:{torch().cuda.current_device()}" if torch().cuda.is_available() else "cpu"
+    if not _core.build_info()["cuda"] or not torch().cuda.is_available():
+        return "cpu"
+    return f"cuda:{torch().cuda.current_device()}"
 
 
 class _HostSegment:
