@@ -210,6 +210,25 @@ def test_equal_objects_of_one_group_share_a_workspace_and_other_groups_do_not() 
     assert len(addresses) == 4  # a mapping each, as processes have
 
 
+def test_groups_of_the_same_mapping_live_side_by_side() -> None:
+    def one(comm: fanfold.Communicator) -> None:
+        me = comm.rank
+        other = comm.split(0, -me)  # the same ranks in the opposite order
+        assert other is not None
+        first = exchange(comm, 4, 1, 2, hidden_size=8)
+        second = exchange(other, 4, 1, 2, hidden_size=8)
+        third = exchange(comm, 4, 1, 2, hidden_size=8)
+        assert first.mnnvl_mem is third.mnnvl_mem is not second.mnnvl_mem
+        x = noise(me, (1, 8), BF16)
+        for a2a in (first, second, third):
+            ids = torch.full((1, 1), a2a.ep_rank, dtype=torch.int32)
+            views = a2a.dispatch(ids, [x], 1)
+            assert same_bits(views[0][a2a.ep_rank], x)
+            assert same_bits(a2a.combine(views[0], 1), x)
+
+    spawn_threads(2, one)
+
+
 def test_reset_drops_the_workspace_and_ends_the_object() -> None:
     a2a = flashinfer.MoeAlltoAll(flashinfer.Mapping(1, 0), 3, 1, 2, hidden_size=8)
     before = a2a.workspace.data_ptr()

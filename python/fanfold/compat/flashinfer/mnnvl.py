@@ -31,6 +31,7 @@ class MnnvlMemory:
         mapping: who this rank is.
         size: bytes per rank, equal on all ranks.
         device: "cpu" or a CUDA device; None: torch's current CUDA device, else "cpu".
+        communicator: the group's; None: that of ``get_comm``.
 
     Raises:
         InvalidArgument: the sizes of the ranks differ (on every rank), or size < 1.
@@ -43,11 +44,18 @@ class MnnvlMemory:
         mapped: false after ``close``.
     """
 
-    def __init__(self, mapping: Mapping, size: int, *, device: Any = None) -> None:
+    def __init__(
+        self,
+        mapping: Mapping,
+        size: int,
+        *,
+        device: Any = None,
+        communicator: _core.Communicator | None = None,
+    ) -> None:
         at_least("size", size, 1)
         self.mapping = mapping
         self.segment_size = size
-        self.comm = MnnvlMemory.get_comm(mapping)
+        self.comm = MnnvlMemory.get_comm(mapping) if communicator is None else communicator
         self.device = default_device(device)
         self._segment: _HostSegment | _GpuSegment
         if self.device == "cpu":
@@ -93,7 +101,11 @@ class MnnvlMemory:
 
         What was allocated before keeps its communicator.
         """
-        communicator = groups.communicator_of(mapping, config)
+        MnnvlMemory.set_comm(mapping, groups.communicator_of(mapping, config))
+
+    @staticmethod
+    def set_comm(mapping: Mapping, communicator: _core.Communicator) -> None:
+        """As ``set_comm_from_config``, where the communicator is there already."""
         with MnnvlMemory._lock:
             MnnvlMemory._comms[_key(mapping)] = communicator
 

@@ -11,6 +11,7 @@ from fanfold import _core
 from fanfold.compat.flashinfer import checks, functions, sizes
 from fanfold.compat.flashinfer.errors import CalledTooEarly, CallOrder, Refused
 from fanfold.compat.flashinfer.exchanges import Dispatch, OpenRound
+from fanfold.compat.flashinfer.groups import communicator_of
 from fanfold.compat.flashinfer.mnnvl import MnnvlMemory, default_device
 from fanfold.compat.flashinfer.with_torch import torch
 from fanfold.compat.flashinfer.workspaces import WORKSPACES, WorkspaceRank
@@ -113,27 +114,30 @@ class MoeAlltoAll:
             A dict with ``workspace_size_per_rank``, ``max_num_tokens``, ``ep_rank``, ``ep_size``,
             ``eplb_stats_num_experts``, ``mnnvl_mem``, ``workspace`` and ``metainfo``.
         """
-        communicator = MnnvlMemory.get_comm(mapping)
-        key = (
+        return cls._workspace_of(
+            MnnvlMemory.get_comm(mapping),
+            mapping,
             workspace_size_per_rank,
-            ep_rank,
-            ep_size,
-            max_num_tokens,
-            eplb_stats_num_experts,
-            backend,
-            communicator,
+            (ep_rank, ep_size, max_num_tokens, eplb_stats_num_experts, backend),
         )
+
+    @classmethod
+    def _workspace_of(
+        cls,
+        communicator: _core.Communicator,
+        mapping: Any,
+        size_per_rank: int,
+        known: tuple[int, int, int, int, str],
+    ) -> dict[str, Any]:
+        """As ``get_workspace``, of a group; ``known``: its arguments in between."""
+        key = (size_per_rank, *known, communicator)
         with cls._cache_lock:
             for closed in [each for each in cls._WORKSPACE_CACHE if each[-1].is_closed]:
                 del cls._WORKSPACE_CACHE[closed]
             cached = cls._WORKSPACE_CACHE.get(key)
         if cached is not None:
             return cached
-        made = _make_workspace(
-            mapping,
-            workspace_size_per_rank,
-            (ep_rank, ep_size, max_num_tokens, eplb_stats_num_experts, backend),
-        )
+        made = _make_workspace(communicator, mapping, size_per_rank, known)
         with cls._cache_lock:
             cls._WORKSPACE_CACHE[key] = made
         communicator.barrier()
@@ -157,9 +161,11 @@ class MoeAlltoAll:
         sizes.at_least("top_k", top_k, 1)
         sizes.at_least("num_experts", num_experts, 1)
         self._init_constants()
-        if mnnvl_config is not None:
-            MnnvlMemory.set_comm_from_config(mapping, mnnvl_config)
-        communicator = MnnvlMemory.get_comm(mapping)
+        if mnnvl_config is None:
+            communicator = MnnvlMemory.get_comm(mapping)
+        else:
+            communicator = communicator_of(mapping, mnnvl_config)
+            MnnvlMemory.set_comm(mapping, communicator)
         self.ep_size = int(mapping.moe_ep_size)
         self.ep_rank = int(mapping.moe_ep_rank)
         if (self.ep_rank, self.ep_size) != (communicator.rank, communicator.num_ranks):
@@ -401,14 +407,17 @@ class MoeAlltoAll:
         self._is_mapped = False
 
     def _take_workspace(self) -> None:
-        self._shared = self.get_workspace(
-            self.workspace_size_per_rank,
-            self.ep_rank,
-            self.ep_size,
-            self.max_num_tokens,
+        self._shared = self._workspace_of(
+            self._communicator,
             self._mapping,
-            self.eplb_stats_num_experts,
-            self._backend,
+            self.workspace_size_per_rank,
+            (
+                self.ep_rank,
+                self.ep_size,
+                self.max_num_tokens,
+                self.eplb_stats_num_experts,
+                self._backend,
+            ),
         )
         self.mnnvl_mem: MnnvlMemory = self._shared["mnnvl_mem"]
         self.metainfo = self._shared["metainfo"]
@@ -447,7 +456,10 @@ class MoeAlltoAll:
 
 
 def _make_workspace(
-    mapping: Any, size_per_rank: int, known: tuple[int, int, int, int, str]
+    communicator: _core.Communicator,
+    mapping: Any,
+    size_per_rank: int,
+    known: tuple[int, int, int, int, str],
 ) -> dict[str, Any]:
     ep_rank, ep_size, max_num_tokens, num_stats, backend = known
     num_bytes = sizes.aux_data_size(ep_size, max_num_tokens, num_stats)
@@ -458,7 +470,7 @@ def _make_workspace(
     device = default_device()
     # Shared memory of the host takes up no room before it is touched; a GPU's does.
     reserved = size_per_rank if device == "cpu" else num_bytes
-    memory = MnnvlMemory(mapping, reserved, device=device)
+    memory = MnnvlMemory(mapping, reserved, device=device, communicator=communicator)
     workspace = memory.as_torch_strided_tensor(torch().uint8)
     metainfo = functions.attach(
         workspace,
