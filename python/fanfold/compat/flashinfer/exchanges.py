@@ -126,9 +126,9 @@ class OpenRound:
         """Add each token's rows ``y [R, m, H]`` into ``out [T, H]``; the round ends if told so."""
         hidden = int(y.shape[2])
         travels, itemsize = _travels_as(y.dtype)
-        self.exchanges.foresee(travels, hidden * itemsize)
         through = self
         if not self._takes(self.slot, travels, hidden * itemsize):
+            self.exchanges.foresee(travels, hidden * itemsize)
             through = self._side(travels, hidden * itemsize)
         if any(_overlap(y, payload) for payload in self.payloads):
             # Experts that worked in place: their rows must leave what peers may write to.
@@ -141,6 +141,7 @@ class OpenRound:
             y = y.to(wide.dtype)
             through.received.combine(y, wide, release=release and through is self, **stream)
             out.copy_(wide)
+        self.exchanges.foresee(travels, hidden * itemsize)
         if release:
             self.end()
 
