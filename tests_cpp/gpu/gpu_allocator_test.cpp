@@ -253,7 +253,7 @@ TEST(GpuAllocatorTest, AnAllToAllOfTheCpuRefusesIt) {
     config.max_tokens_per_rank = 8;
     config.hidden = 16;
     EXPECT_EQ(text_of<InvalidArgument>([&] { AllToAll(communicator, config, &allocator); }),
-              "allocator: expected host memory for device 'cpu', got a GPU's");
+              "allocator: expected host memory for device 'cpu', got memory of cuda:0");
   });
 }
 
