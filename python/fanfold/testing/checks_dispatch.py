@@ -323,7 +323,7 @@ def guard_bytes_between_rows_stay_untouched(harness: Harness) -> None:
             harness.exchange(a2a, harness.trial(setup, seed), zero_copy=bool(seed % 2))
 
 
-@check(num_ranks=3)
+@check(num_ranks=3, on_gpu=False)
 def token_counts_that_the_caller_knows_are_verified(harness: Harness) -> None:
     """`num_tokens_per_rank` changes nothing when it is right."""
     setup = Setup()
