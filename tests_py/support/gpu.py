@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that exchange rows on the simulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+
+import fanfold
+from fanfold import _core
+from fanfold.testing import SimulatedTensors, spawn_threads
+from support.rounds import DEFAULTS, identity_experts, random_ids, tokens
+
+
+class Rank:
+    """One rank: its communicator, and NumPy arrays on its device with a stream."""
+
+    def __init__(self, comm: fanfold.Communicator, num_devices: int = 1) -> None:
+        self.comm = comm
+        self.rank = int(comm.rank)
+        self.num_ranks = int(comm.num_ranks)
+        self.tensors = SimulatedTensors(num_devices).for_rank(self.rank)
+        self.device = self.tensors.device
+        self.stream: Any = self.tensors.stream
+
+    def make(self, **config: Any) -> fanfold.AllToAll:
+        """Make an AllToAll as `support.rounds.make` does, on this rank's device."""
+        return fanfold.AllToAll(self.comm, **{**DEFAULTS, "device": self.device, **config})
+
+    def put(self, array: numpy.ndarray) -> Any:
+        """Return a copy on the device."""
+        kind = array.dtype.name
+        return self.tensors.to_tensor(
+            array.view(numpy.uint16) if kind == "bfloat16" else array, kind
+        )
+
+    def get(self, tensor: Any) -> numpy.ndarray:
+        """Return a copy of the values once the stream has ended."""
+        self.wait()
+        return numpy.array(tensor)
+
+    def empty(self, *shape: int, dtype: str = "float32") -> Any:
+        return self.tensors.empty(shape, dtype)
+
+    def wait(self) -> None:
+        self.tensors.wait()
+
+    def dispatch(
+        self,
+        a2a: fanfold.AllToAll,
+        topk_ids: numpy.ndarray,
+        x: numpy.ndarray,
+        topk_weights: numpy.ndarray | None = None,
+        **more: Any,
+    ) -> fanfold.Received:
+        """Dispatch copies of arrays on this rank's stream."""
+        weights = None if topk_weights is None else self.put(topk_weights)
+        more.setdefault("stream", self.stream)
+        return a2a.dispatch(self.put(topk_ids), [self.put(x)], topk_weights=weights, **more)
+
+    def finish(self, a2a: fanfold.AllToAll, recv: fanfold.Received, x: numpy.ndarray) -> Any:
+        """Combine what experts that change nothing give; returns `out` on the device."""
+        self.wait()
+        y = self.put(identity_experts(recv, a2a))
+        return a2a.combine(y, recv.handle, out=self.empty(*x.shape))
+
+    def echo(
+        self,
+        a2a: fanfold.AllToAll,
+        topk_ids: numpy.ndarray,
+        x: numpy.ndarray,
+        topk_weights: numpy.ndarray | None = None,
+        **more: Any,
+    ) -> numpy.ndarray:
+        """Run one round of experts that change nothing; returns the result."""
+        out = self.finish(a2a, self.dispatch(a2a, topk_ids, x, topk_weights, **more), x)
+        result = self.get(out)
+        a2a.check()
+        return result
+
+    def works(self, a2a: fanfold.AllToAll, num_rounds: int = 2) -> None:
+        """Run rounds of random distinct ids and check the results; T differs between ranks."""
+        top_k, num_experts = int(a2a.metainfo["top_k"]), int(a2a.metainfo["num_experts"])
+        limit = int(a2a.metainfo["max_tokens_per_rank"])
+        for step in range(num_rounds):
+            num_tokens = (self.rank + step) % (limit + 1)
+            topk_ids = random_ids(100 * step + self.rank, num_tokens, top_k, num_experts)
+            x = tokens(num_tokens, rank=self.rank)
+            numpy.testing.assert_array_equal(self.echo(a2a, topk_ids, x), x * top_k)
+
+
+def run_ranks(
+    num_ranks: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    num_devices: int = 1,
+    seed: int = 1,
+    **how: Any,
+) -> list[Any]:
+    """Run `fn(rank, *args)` on one thread per rank; `how` configures the devices."""
+    _core.simulator.configure(devices=num_devices, seed=seed, host_threads=num_ranks, **how)
+
+    def body(comm: fanfold.Communicator) -> Any:
+        return fn(Rank(comm, num_devices), *args)
+
+    return spawn_threads(num_ranks, body)
