@@ -166,7 +166,10 @@ TEST_P(RoundsConformance, OneThreadMaySendForAllRanksAndThenReceiveForAll) {
     for (std::thread& thread : threads) thread.join();
   };
   on_threads(
-      [&](std::size_t r) { ranks[r] = std::make_unique<AllToAll>(communicators[r], small); });
+      [&](std::size_t r) { 
+        ranks[r] = std::make_unique<AllToAll>(communicators[r],
+                                              of_rank(small, static_cast<int>(r)));
+      });
   for (int i = 0; i < 8 && ranks[0]->capabilities().two_phase; ++i) {
     std::vector<std::unique_ptr<testing::RoundRun>> rounds;
     for (const auto& rank : ranks) {
@@ -281,8 +284,8 @@ TEST_P(RoundsConformance, ExchangesOfOneCommunicatorAreIndependent) {
     AllToAllConfig other_config = config();
     other_config.num_experts += 3;
     other_config.dtype = DType::kFloat32;
-    AllToAll one(communicator, config());
-    AllToAll other(communicator, other_config);
+    AllToAll one(communicator, of_rank(config(), communicator.rank()));
+    AllToAll other(communicator, of_rank(other_config, communicator.rank()));
     for (std::uint64_t seed = 1; seed < 4; ++seed) {
       testing::RoundRun a(one, plan_of(config(), testing::RoutingKind::kUniform, seed));
       testing::RoundRun b(other, plan_of(other_config, testing::RoutingKind::kUneven, seed));

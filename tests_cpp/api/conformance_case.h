@@ -27,17 +27,22 @@ struct ConformanceCase {
   Weighting weighting = Weighting::kApplied;
   int num_ranks = 1;
   SpawnRanks spawn = nullptr;
+  int num_gpus = 0;  // that the ranks share in turn; 0: they run on the CPU
+  // Around each test, where not null.
+  void (*begin)(const ConformanceCase&) = nullptr;
+  void (*end)() = nullptr;
 };
 
 inline std::string name_of_case(const ::testing::TestParamInfo<ConformanceCase>& info) {
   const ConformanceCase& c = info.param;
   return std::string(name_of(c.strategy)) + "_" + name_of(c.layout) + "_" + name_of(c.weighting) +
-         "_" + std::to_string(c.num_ranks) + "_ranks";
+         "_" + std::to_string(c.num_ranks) + "_ranks" +
+         (c.num_gpus == 0 ? "" : "_" + std::to_string(c.num_gpus) + "_gpus");
 }
 
 inline void PrintTo(const ConformanceCase& c, std::ostream* out) {
   *out << name_of(c.strategy) << ' ' << name_of(c.layout) << ' ' << name_of(c.weighting) << ' '
-       << c.num_ranks << " ranks";
+       << c.num_ranks << " ranks " << c.num_gpus << " GPUs";
 }
 
 /// Cases of one strategy and layout: every weighting that the contract pairs with it.
@@ -67,6 +72,13 @@ inline std::vector<ConformanceCase> select(const std::vector<ConformanceCase>& c
 
 class AllToAllConformance : public ::testing::TestWithParam<ConformanceCase> {
  protected:
+  void SetUp() override {
+    if (GetParam().begin != nullptr) GetParam().begin(GetParam());
+  }
+  void TearDown() override {
+    if (GetParam().end != nullptr) GetParam().end();
+  }
+
   static int num_ranks() { return GetParam().num_ranks; }
 
   /// Sizes that are no multiple of anything: uneven experts, an odd row.
@@ -81,13 +93,20 @@ class AllToAllConformance : public ::testing::TestWithParam<ConformanceCase> {
     config.strategy = GetParam().strategy;
     config.layout = GetParam().layout;
     config.weighting = GetParam().weighting;
+    if (GetParam().num_gpus > 0) config.device = DeviceType::kGpu;
+    return config;
+  }
+
+  /// `config` as rank `rank` gives it.
+  static AllToAllConfig of_rank(AllToAllConfig config, int rank) {
+    if (GetParam().num_gpus > 0) config.device_index = rank % GetParam().num_gpus;
     return config;
   }
 
   /// Calls `body` on every rank with an AllToAll of `config`, and closes it.
   static void run(const AllToAllConfig& config, const std::function<void(AllToAll&)>& body) {
     GetParam().spawn(num_ranks(), [&, config](Communicator& communicator) {
-      AllToAllConfig own = config;  // ranks may differ in how their results go home
+      AllToAllConfig own = of_rank(config, communicator.rank());  // ranks may differ in how their results go home
       if (communicator.rank() % 2 == 0) own.test_knobs.min_pull_bytes = 0;
       AllToAll all_to_all(communicator, own);
       body(all_to_all);

@@ -9,6 +9,7 @@
 #include "gtest/gtest.h"
 #include "support/number_codec.h"
 #include "support/random_bits.h"
+#include "support/test_device.h"
 
 namespace fanfold::testing {
 namespace {
@@ -81,9 +82,15 @@ std::vector<std::int32_t> placement_of(const AllToAllConfig& config, int num_ran
   return {};
 }
 
-std::vector<std::int32_t> ints_of(const TensorView& view) {
-  const auto* values = static_cast<const std::int32_t*>(view.data);
-  return {values, values + view.num_elements()};
+/// Bytes from the first element to behind the last.
+std::int64_t span_of(const TensorView& view) {
+  if (view.num_elements() == 0) return 0;
+  std::int64_t last = 0;
+  for (int i = 0; i < view.ndim; ++i) {
+    const auto dim = static_cast<std::size_t>(i);
+    last += (view.shape[dim] - 1) * view.strides[dim];
+  }
+  return (last + 1) * size_of(view.dtype);
 }
 
 }  // namespace
@@ -132,8 +139,27 @@ TensorBuffer::TensorBuffer(DType dtype, std::int64_t num_rows,
   view_.data = bytes_.data();
 }
 
-std::byte* TensorBuffer::row(std::int64_t index) const {
-  return static_cast<std::byte*>(view_.data) + index * view_.row_stride_bytes();
+std::byte* TensorBuffer::row(std::int64_t index) {
+  return bytes_.data() + index * view_.row_stride_bytes();
+}
+
+const std::byte* TensorBuffer::row(std::int64_t index) const {
+  return bytes_.data() + index * view_.row_stride_bytes();
+}
+
+void TensorBuffer::move_to(int device_index, void* stream) {
+  const auto size = static_cast<std::int64_t>(bytes_.size());
+  device_bytes_ = test_device()->allocate(device_index, size);
+  test_device()->upload(device_index, device_bytes_.get(), bytes_.data(), size, stream);
+  view_.data = device_bytes_.get();
+  view_.device = DeviceType::kGpu;
+  view_.device_index = device_index;
+}
+
+void TensorBuffer::fetch(void* stream) {
+  if (view_.device != DeviceType::kGpu) return;
+  test_device()->download(view_.device_index, bytes_.data(), view_.data,
+                          static_cast<std::int64_t>(bytes_.size()), stream);
 }
 
 bool has_groups(Layout layout) noexcept {
@@ -160,7 +186,37 @@ std::byte* row_of(const TensorView& view, Layout layout, std::int64_t index) {
 
 RoundRun::RoundRun(AllToAll& all_to_all, RoundPlan plan)
     : all_to_all_(all_to_all), plan_(std::move(plan)), rank_(all_to_all.rank()) {
+  if (all_to_all.config().device == DeviceType::kGpu) {
+    stream_ = test_device()->make_stream(all_to_all.config().device_index);
+    inputs.stream = stream_.get();
+  }
   fill_inputs();
+}
+
+void RoundRun::synchronize() const {
+  if (!is_on_gpu()) return;
+  test_device()->synchronize(all_to_all_.config().device_index, stream_.get());
+  all_to_all_.check();
+}
+
+void RoundRun::place(TensorBuffer& buffer) const {
+  if (is_on_gpu()) buffer.move_to(all_to_all_.config().device_index, stream_.get());
+}
+
+TensorView RoundRun::on_host(const TensorView& view) const {
+  if (view.device != DeviceType::kGpu) return view;
+  copied_.resize(static_cast<std::size_t>(span_of(view)));
+  test_device()->download(view.device_index, copied_.data(), view.data,
+                          static_cast<std::int64_t>(copied_.size()), stream_.get());
+  TensorView copy = view;
+  copy.data = copied_.data();
+  return copy;
+}
+
+std::vector<std::int32_t> RoundRun::ints_of(const TensorView& view) const {
+  const TensorView copy = on_host(view);
+  const auto* values = static_cast<const std::int32_t*>(copy.data);
+  return {values, values + copy.num_elements()};
 }
 
 std::string RoundRun::where() const {
@@ -181,6 +237,7 @@ void RoundRun::fill_inputs() {
       std::memcpy(buffer.row(token), bytes.data(), bytes.size());
     }
     buffer.remember();
+    place(buffer);
     payloads_.push_back(std::move(buffer));
     inputs.payloads.push_back(payloads_.back().view());
   }
@@ -199,6 +256,9 @@ void RoundRun::fill_inputs() {
   }
   ids_.remember();
   weights_.remember();
+  place(ids_);
+  place(weights_);
+  place(new_weights_);
   if (exchange.has_ids) inputs.topk_ids = ids_.view();
   if (exchange.has_weights) inputs.topk_weights = weights_.view();
   inputs.round_max_tokens = exchange.round_max_tokens;
@@ -222,6 +282,7 @@ void RoundRun::check_received() const {
   SCOPED_TRACE(where());
   const ExpectedRows rows = expected_rows(plan_.exchange, rank_);
   EXPECT_TRUE(received_.is_open());
+  synchronize();
   EXPECT_EQ(received_.round_max_tokens(), plan_.exchange.round_max_tokens);
   EXPECT_EQ(received_.num_tokens(), plan_.exchange.tokens_of(rank_).num_tokens);
   ASSERT_EQ(received_.payloads().size(), plan_.payloads.size());
@@ -231,7 +292,7 @@ void RoundRun::check_received() const {
 
 void RoundRun::check_payload(std::size_t index, const ExpectedRows& rows) const {
   const Exchange& exchange = plan_.exchange;
-  const TensorView& view = received_.payloads()[index];
+  const TensorView view = on_host(received_.payloads()[index]);
   const auto num_rows = static_cast<std::int64_t>(rows.source_rank.size());
   std::vector<std::int64_t> shape;
   if (exchange.layout == Layout::kRankMajor) {
@@ -285,7 +346,7 @@ void RoundRun::check_side_tensors(const ExpectedRows& rows) const {
   }
   EXPECT_EQ(received_.topk_weights().has_value(), plan_.exchange.has_weights);
   if (!plan_.exchange.has_weights) return;
-  const TensorView& weights = received_.topk_weights();
+  const TensorView weights = on_host(received_.topk_weights());
   ASSERT_EQ(weights.num_elements(), static_cast<std::int64_t>(rows.topk_weights.size()));
   const std::size_t per_row = by_expert ? 1 : static_cast<std::size_t>(plan_.exchange.top_k);
   for (std::size_t i = 0; i < rows.topk_weights.size(); ++i) {
@@ -340,10 +401,24 @@ CombineInputs RoundRun::prepare_combine(bool release) {
     if (has_groups(exchange.layout)) shape.push_back(like.shape[1]);
     shape.push_back(plan_.hidden);
     staged_y_ = TensorBuffer(plan_.y_dtype, like.shape[0], shape);
+    place(staged_y_);
     combine_inputs_.y = staged_y_.view();
   }
-  fill_y(combine_inputs_.y);
+  const TensorView y = combine_inputs_.y;
+  if (is_on_gpu()) {
+    // Written on the host first: the device's checks do not see what the host writes to it.
+    std::vector<std::byte> rows(static_cast<std::size_t>(span_of(y)));
+    TensorView host = y;
+    host.data = rows.data();
+    fill_y(host);
+    test_device()->upload(y.device_index, y.data, rows.data(),
+                          static_cast<std::int64_t>(rows.size()), stream_.get());
+    staged_y_.fetch(stream_.get());
+  } else {
+    fill_y(y);
+  }
   staged_y_.remember();
+  place(out_);
   combine_inputs_.out = out_.view();
   if (plan_.new_weights_at_combine) combine_inputs_.topk_weights = new_weights_.view();
   combine_inputs_.release = release;
@@ -365,10 +440,16 @@ void RoundRun::combine_recv(bool release) {
   check_out();
 }
 
-void RoundRun::release() { all_to_all_.release(round_); }
+void RoundRun::release() {
+  all_to_all_.release(round_);
+  synchronize();
+}
 
-void RoundRun::check_out() const {
+void RoundRun::check_out() {
   SCOPED_TRACE(where());
+  synchronize();
+  for (TensorBuffer* buffer : {&out_, &ids_, &weights_, &staged_y_}) buffer->fetch(stream_.get());
+  for (TensorBuffer& payload : payloads_) payload.fetch(stream_.get());
   const Exchange& exchange = plan_.exchange;
   const std::int64_t num_tokens = exchange.tokens_of(rank_).num_tokens;
   CombineTypes types{plan_.hidden, plan_.combine_dtype, plan_.out_dtype, {}};

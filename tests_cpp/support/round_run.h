@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -58,7 +59,13 @@ class TensorBuffer {
   TensorBuffer(DType dtype, std::int64_t num_rows, const std::vector<std::int64_t>& row_shape,
                std::int64_t row_padding = 0);
   TensorView view() const { return view_; }
-  std::byte* row(std::int64_t index) const;
+  /// Of the host's copy, where it lies on a device.
+  std::byte* row(std::int64_t index);
+  const std::byte* row(std::int64_t index) const;
+  /// It lies on a GPU from now on, as the host has written it.
+  void move_to(int device_index, void* stream);
+  /// Brings its bytes to the host's copy, behind what is on `stream`.
+  void fetch(void* stream);
   /// Remembers the bytes; `is_unchanged` compares with them.
   void remember() { remembered_ = bytes_; }
   bool is_unchanged() const { return remembered_ == bytes_; }
@@ -66,6 +73,7 @@ class TensorBuffer {
  private:
   std::vector<std::byte> bytes_;
   std::vector<std::byte> remembered_;
+  std::shared_ptr<std::byte> device_bytes_;
   TensorView view_;
 };
 
@@ -103,19 +111,31 @@ class RoundRun {
   const Received& received() const { return received_; }
   const Round& handle() const { return round_; }
   const RoundPlan& plan() const { return plan_; }
+  /// On a GPU: what the calls are enqueued on.
+  void* stream() const { return stream_.get(); }
+  /// Waits for it; throws what kernels have reported.
+  void synchronize() const;
 
  private:
   void fill_inputs();
   void check_payload(std::size_t index, const ExpectedRows& rows) const;
   void check_side_tensors(const ExpectedRows& rows) const;
   void fill_y(const TensorView& y) const;
-  void check_out() const;
+  void check_out();
   float element(const ResultIndex& index) const;
+  bool is_on_gpu() const { return stream_ != nullptr; }
+  /// On a GPU `buffer` goes there, once the host has written it.
+  void place(TensorBuffer& buffer) const;
+  /// `view`, or a copy of it that the host reaches, valid until the next call.
+  TensorView on_host(const TensorView& view) const;
+  std::vector<std::int32_t> ints_of(const TensorView& view) const;
   std::string where() const;
 
   AllToAll& all_to_all_;
   RoundPlan plan_;
   int rank_;
+  std::shared_ptr<void> stream_;  // on a GPU
+  mutable std::vector<std::byte> copied_;
   std::vector<TensorBuffer> payloads_;
   TensorBuffer ids_;
   TensorBuffer weights_;

@@ -34,7 +34,7 @@ struct FANFOLD_EXPORT DispatchInputs {
   /// m with T <= m <= M, equal on all ranks; default M.
   std::optional<std::int64_t> round_max_tokens;
   Routing routing;  ///< send along an earlier dispatch's rows
-  /// What each rank's T is, where the caller knows it; verified. Not on a GPU.
+  /// What each rank's T is, where the caller knows it; verified, on a GPU by Received::host_counts.
   std::optional<std::vector<std::int64_t>> num_tokens_per_rank;
   /// Optional one int32: only the first n rows are tokens. On a GPU it is read when the work runs,
   /// so that a captured graph replays with another number (at least 0, at most the rows given);

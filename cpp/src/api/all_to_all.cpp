@@ -50,7 +50,8 @@ const std::vector<std::int32_t>& AllToAll::local_experts() const {
 Received AllToAll::dispatch(const DispatchInputs& inputs) {
   const Impl::Call guard(impl());
   impl().require_not_failed();
-  const exchange::DispatchCall call = api::check_dispatch(impl().exchange(), inputs);
+  exchange::DispatchCall call = api::check_dispatch(impl().exchange(), inputs);
+  call.is_whole = true;
   const Round round = impl().dispatch_send(call);
   return impl().dispatch_recv(round, call.deadline);
 }
@@ -65,10 +66,13 @@ Round AllToAll::dispatch_send(const DispatchInputs& inputs) {
 
 Received AllToAll::dispatch_recv(const Round& round,
                                  std::optional<std::chrono::nanoseconds> timeout,
-                                 std::optional<void*> /*stream*/) {
+                                 std::optional<void*> stream) {
   const Impl::Call guard(impl());
   impl().require_not_failed();
   impl().require_two_phase("dispatch_recv");
+  Slot& slot = impl().slot_of(round, SlotState::kSent, "dispatch_recv");
+  impl().exchange().use_stream(slot, stream, "dispatch_recv");
+  if (stream) slot.stream = *stream;
   return impl().dispatch_recv(round, impl().deadline(timeout));
 }
 
@@ -105,7 +109,8 @@ void AllToAll::combine(const CombineInputs& inputs, const Round& round) {
   api::check_results(impl().exchange(), slot, inputs);
   api::check_combine_out(impl().exchange(), slot, inputs,
                          inputs.y.shape[static_cast<std::size_t>(inputs.y.ndim - 1)]);
-  const exchange::CombineCall call{&inputs, impl().deadline(inputs.timeout)};
+  const exchange::CombineCall call{&inputs, impl().deadline(inputs.timeout), /*is_whole=*/true};
+  impl().exchange().use_stream(slot, inputs.stream, "combine");
   impl().combine_send(slot, call);
   impl().combine_recv(slot, call);
 }
@@ -116,6 +121,7 @@ void AllToAll::combine_send(const CombineInputs& inputs, const Round& round) {
   impl().require_two_phase("combine_send");
   Slot& slot = impl().slot_of(round, SlotState::kReceived, "combine_send");
   api::check_results(impl().exchange(), slot, inputs);
+  impl().exchange().use_stream(slot, inputs.stream, "combine_send");
   impl().combine_send(slot, {&inputs, impl().deadline(inputs.timeout)});
 }
 
@@ -125,29 +131,31 @@ void AllToAll::combine_recv(const CombineInputs& inputs, const Round& round) {
   impl().require_two_phase("combine_recv");
   Slot& slot = impl().slot_of(round, SlotState::kCombineSent, "combine_recv");
   api::check_combine_out(impl().exchange(), slot, inputs, slot.hidden);
+  impl().exchange().use_stream(slot, inputs.stream, "combine_recv");
   CombineInputs resolved = inputs;
   resolved.release = !slot.keeps_open;  // as combine_send said
   impl().combine_recv(slot, {&resolved, impl().deadline(inputs.timeout)});
 }
 
-void AllToAll::release(const Round& round, std::optional<void*> /*stream*/) {
+void AllToAll::release(const Round& round, std::optional<void*> stream) {
   const Impl::Call guard(impl());
   impl().require_not_failed();
   Slot& slot = impl().slot_of(round, SlotState::kReceived, "release");
+  impl().exchange().use_stream(slot, stream, "release");
   impl().run([&] { impl().exchange().release(slot); });
   slot.state = SlotState::kReleased;
 }
 
 void AllToAll::sanitize(const TensorView& ids, const TensorView& counts,
                         std::int64_t invalid_expert_id, SanitizePolicy policy,
-                        const TensorView& out, std::optional<void*> /*stream*/) const {
+                        const TensorView& out, std::optional<void*> stream) const {
   const Impl::Call guard(impl());
   impl().require_usable();
-  api::check_sanitize(ids, counts, invalid_expert_id, out);
   exchange::Exchange& exchange = impl().exchange();
-  exchange.freeze_indices(out);
-  exchange.backend().sanitize({ids, static_cast<const std::int32_t*>(counts.data), out,
-                               invalid_expert_id, policy, &exchange.map(), exchange.rank()});
+  api::check_sanitize(exchange, ids, counts, invalid_expert_id, out);
+  api::check_stream(exchange.config(), stream);
+  exchange.sanitize(
+      {ids, counts, invalid_expert_id, policy, out, stream.value_or(exec::Stream{})});
 }
 
 void AllToAll::set_active_mask(const std::vector<bool>& active) {
@@ -202,11 +210,13 @@ void AllToAll::check() const {
   const Impl::Call guard(impl());
   impl().require_usable();
   if (impl().session().has_failed()) std::rethrow_exception(impl().session().failure());
+  impl().run([&] { impl().exchange().throw_if_kernels_failed(); });
   impl().exchange().check();
 }
 
 std::int64_t AllToAll::num_dropped_ids() const noexcept {
-  return impl_ == nullptr ? 0 : impl_->num_dropped();
+  if (impl_ == nullptr) return 0;
+  return impl_->num_dropped() + impl_->exchange().num_ids_dropped_by_kernels();
 }
 const Metainfo& AllToAll::metainfo() const { return impl().metainfo(); }
 

@@ -13,6 +13,7 @@
 #include "comm/communicator_impl.h"
 #include "cpu/backend.h"
 #include "fanfold/error.h"
+#include "gpu/backend.h"
 
 namespace fanfold {
 
@@ -61,6 +62,21 @@ void check_beside(const AllToAllConfig& config, const exchange::Exchange& owner)
   }
 }
 
+void check_allocator(const AllToAllConfig& config, const Allocator* allocator) {
+  if (allocator == nullptr) return;
+  const AllocatorMemory memory = allocator->memory();
+  const std::string got = memory.device == DeviceType::kCpu
+                              ? std::string("the host's")
+                              : str("memory of cuda:", memory.device_index);
+  if (config.device == DeviceType::kCpu) {
+    if (memory.device == DeviceType::kCpu) return;
+    throw InvalidArgument(str("allocator: expected host memory for device 'cpu', got ", got));
+  }
+  if (memory.device == DeviceType::kGpu && memory.device_index == config.device_index) return;
+  throw InvalidArgument(
+      str("allocator: expected memory of cuda:", config.device_index, " (device_index), got ", got));
+}
+
 }  // namespace
 
 AllToAll::Impl::Call::Call(const Impl& impl) : session_(impl.session()) {
@@ -92,8 +108,9 @@ AllToAll::Impl::Impl(Communicator& communicator, const AllToAllConfig& config, A
     setup.workspace_of = owner->exchange_;
     setup.member = owner->session_->num_made();
   }
-  if (allocator != nullptr && allocator->memory().device != DeviceType::kCpu) {
-    throw InvalidArgument("allocator: expected host memory for device 'cpu', got a GPU's");
+  check_allocator(config, allocator);
+  if (owner != nullptr && config.device == DeviceType::kGpu) {
+    throw Unsupported("workspace_of: expected none on device 'cuda', got one");
   }
   api::ResolvedConfig resolved =
       api::resolve(owner == nullptr ? config : config_beside(config, *owner->exchange_), num_ranks);
@@ -123,8 +140,17 @@ AllToAll::Impl::Impl(Communicator& communicator, const AllToAllConfig& config, A
   setup.config = std::move(resolved.config);
   setup.communicator = communicator.impl();
   setup.handle = &communicator;
+  std::optional<Allocator> own_allocator;
+  if (setup.config.device == DeviceType::kGpu && allocator == nullptr) {
+    GpuMemoryConfig gpu;
+    gpu.device = setup.config.device_index;
+    allocator = &own_allocator.emplace(communicator, gpu,
+                                       std::chrono::nanoseconds(limit.remaining_ns()));
+    setup.owns_allocator = true;
+  }
   setup.allocator = allocator;
   setup.backend = &cpu::make_backend;
+  setup.device_backend = &gpu::make_backend;
   setup.deadline = limit;
   choice_ = std::move(resolved.choice);
   if (owner != nullptr && config.strategy == Strategy::kAuto) {
@@ -177,7 +203,10 @@ void AllToAll::Impl::require_usable() const {
 
 void AllToAll::Impl::require_not_failed() const {
   require_usable();
-  if (!session_->has_failed()) return;
+  if (!session_->has_failed()) {
+    run([this] { exchange_->throw_if_kernels_failed(); });
+    return;
+  }
   try {
     std::rethrow_exception(session_->failure());
   } catch (const PeerLost&) {
@@ -257,23 +286,10 @@ Received AllToAll::Impl::dispatch_recv(const Round& round, base::Deadline limit)
   Slot& slot = slot_of(round, SlotState::kSent, "dispatch_recv");
   run([&] {
     exchange_->dispatch_recv(slot, limit);
-    check_token_counts(slot);
+    if (!exchange_->is_on_gpu()) exchange_->check_token_counts(slot);
   });
   slot.state = SlotState::kReceived;
   return Received(std::make_shared<Received::State>(exchange_, slot.index, round));
-}
-
-void AllToAll::Impl::check_token_counts(const Slot& slot) const {
-  if (!slot.num_tokens_per_rank) return;
-  const auto& known = *slot.num_tokens_per_rank;
-  for (std::size_t rank = 0; rank < known.size(); ++rank) {
-    if (!exchange_->active()[rank] || known[rank] == slot.token_counts[rank]) continue;
-    const std::string text =
-        str("num_tokens_per_rank: expected ", slot.token_counts[rank], " tokens of rank ", rank,
-            " in round ", slot.round, ", got ", known[rank], "; call reset() on every rank");
-    exchange_->abort(text);  // only this rank knows
-    throw InvalidArgument(text);
-  }
 }
 
 void AllToAll::Impl::combine_send(Slot& slot, const exchange::CombineCall& call) {
@@ -380,6 +396,7 @@ void AllToAll::Impl::close(base::Deadline limit) {
   }
   mark_closed();
   if (session_->remove(exchange_)) {
+    exchange_->give_up_open_rounds();
     session_->end_rounds();
     exchange_->close(limit);
     return;

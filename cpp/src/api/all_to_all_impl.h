@@ -60,7 +60,7 @@ class AllToAll::Impl {
   void require_no_open_round(const char* call) const;
   /// Runs data movement; any error leaves the AllToAll failed.
   template <class Body>
-  void run(Body&& body) {
+  void run(Body&& body) const {
     try {
       if (session_->num_made() > 1) exchange_->use_name();
       body();
@@ -86,7 +86,6 @@ class AllToAll::Impl {
   void combine_send(exchange::Slot& slot, const exchange::CombineCall& call);
   void combine_recv(exchange::Slot& slot, const exchange::CombineCall& call);
   void end_open_rounds() noexcept;
-  void check_token_counts(const exchange::Slot& slot) const;
   void set_active(const std::vector<bool>& active);
   void set_placement(const Placement& placement, base::Deadline deadline);
   void abort(const std::string& reason);

@@ -24,12 +24,19 @@ bool is_id_dtype(DType dtype) noexcept {
          dtype == DType::kUInt32;
 }
 
-void check_on_cpu(const char* name, const TensorView& view) {
-  if (view.device != DeviceType::kCpu) fail(name, "a tensor on cpu", view.describe());
+void check_place(const AllToAllConfig& config, const char* name, const TensorView& view) {
+  if (view.device != config.device) {
+    const bool is_cpu = config.device == DeviceType::kCpu;
+    fail(name, is_cpu ? "a tensor on cpu" : str("a tensor on cuda:", config.device_index),
+         view.describe());
+  }
+  if (config.device == DeviceType::kGpu && view.device_index != config.device_index) {
+    fail(name, str("a tensor on cuda:", config.device_index), view.describe());
+  }
 }
 
-void check_rows(const char* name, const TensorView& view) {
-  check_on_cpu(name, view);
+void check_rows(const AllToAllConfig& config, const char* name, const TensorView& view) {
+  check_place(config, name, view);
   if (view.num_elements() > 0 && view.data == nullptr) {
     fail(name, "data", "a null pointer for " + view.describe());
   }
@@ -59,17 +66,19 @@ void check_ids(const exchange::Exchange& exchange, const DispatchInputs& in) {
     fail("topk_ids", str("int16, int32, int64 or uint32 [num_tokens, ", top_k, "]"),
          ids.describe());
   }
-  check_rows("topk_ids", ids);
+  check_rows(exchange.config(), "topk_ids", ids);
 }
 
-void check_weights(const char* name, const TensorView& weights, std::int64_t num_tokens,
-                   int top_k) {
+void check_weights(const AllToAllConfig& config, const TensorView& weights,
+                   std::int64_t num_tokens) {
+  constexpr const char* name = "topk_weights";
+  const int top_k = config.top_k;
   if (!weights.has_value()) return;
   if (weights.dtype != DType::kFloat32 || weights.ndim != 2 || weights.shape[0] != num_tokens ||
       weights.shape[1] != top_k) {
     fail(name, str("float32 [", num_tokens, ", ", top_k, "]"), weights.describe());
   }
-  check_rows(name, weights);
+  check_rows(config, name, weights);
 }
 
 /// Bytes that a row of payload 0 takes on its way.
@@ -105,7 +114,7 @@ void check_payloads(const exchange::Exchange& exchange, const DispatchInputs& in
     if (payload.row_bytes() < 1) {
       fail(name, "rows of at least one byte", payload.describe());
     }
-    check_rows(name, payload);
+    check_rows(exchange.config(), name, payload);
     if (num_tokens > 0 && exchange.owns(payload.data)) {
       fail(name, "memory outside this AllToAll (peers may overwrite it)",
            "a view of received rows");
@@ -120,14 +129,17 @@ void check_payloads(const exchange::Exchange& exchange, const DispatchInputs& in
   }
 }
 
-std::int64_t first_tokens(const DispatchInputs& in, std::int64_t rows) {
+/// T, on a GPU at most.
+std::int64_t first_tokens(const AllToAllConfig& config, const DispatchInputs& in,
+                          std::int64_t rows) {
   if (!in.num_tokens.has_value()) return rows;
   const TensorView& view = in.num_tokens;
-  check_on_cpu("num_tokens", view);
+  check_place(config, "num_tokens", view);
   if (view.dtype != DType::kInt32 || view.num_elements() + (view.ndim == 0 ? 1 : 0) != 1 ||
       view.data == nullptr) {
     fail("num_tokens", "one int32", view.describe());
   }
+  if (config.device == DeviceType::kGpu) return rows;  // kernels read it
   const std::int32_t num_tokens = *static_cast<const std::int32_t*>(view.data);
   if (num_tokens < 0 || num_tokens > rows) {
     fail("num_tokens", str("a value in [0, ", rows, "] (the rows given)"), str(num_tokens));
@@ -180,20 +192,26 @@ std::string shape_text(const exchange::Extents& leading) {
 
 }  // namespace
 
+void check_stream(const AllToAllConfig& config, const std::optional<void*>& stream) {
+  if (config.device != DeviceType::kGpu || stream) return;
+  fail("stream", "a CUDA stream for device 'cuda'", "none");
+}
+
 exchange::DispatchCall check_dispatch(const exchange::Exchange& exchange,
                                       const DispatchInputs& in) {
   const AllToAllConfig& config = exchange.config();
+  check_stream(config, in.stream);
   check_routing(exchange, in);
   check_ids(exchange, in);
   if (in.payloads.empty()) fail("payloads", str("1 to ", AllToAll::kMaxPayloads, " tensors"), "0");
   const std::int64_t rows = number_of_tokens(in);
-  check_weights("topk_weights", in.topk_weights, rows, config.top_k);
+  check_weights(config, in.topk_weights, rows);
   check_payloads(exchange, in, rows);
   if (config.weighting == Weighting::kCarried && !in.topk_weights.has_value() &&
       !in.routing.has_value()) {
     fail("topk_weights", "a tensor (weighting carried multiplies by it)", "none");
   }
-  const std::int64_t num_tokens = first_tokens(in, rows);
+  const std::int64_t num_tokens = first_tokens(config, in, rows);
   const std::int64_t capacity = config.max_tokens_per_rank;
   const std::int64_t m = in.routing.has_value() ? in.routing.round_max_tokens()
                                                 : in.round_max_tokens.value_or(capacity);
@@ -215,7 +233,8 @@ exchange::DispatchCall check_dispatch(const exchange::Exchange& exchange,
     if (known.size() != static_cast<std::size_t>(exchange.num_ranks())) {
       fail("num_tokens_per_rank", str(exchange.num_ranks(), " entries"), str(known.size()));
     }
-    if (known[me] != num_tokens) {
+    const bool is_unknown = exchange.is_on_gpu() && in.num_tokens.has_value();
+    if (!is_unknown && known[me] != num_tokens) {
       fail("num_tokens_per_rank", str(num_tokens, " tokens at this rank's entry ", me),
            str(known[me]));
     }
@@ -245,7 +264,7 @@ void check_combine_row(const exchange::Exchange& exchange, std::int64_t hidden, 
 void check_results(exchange::Exchange& exchange, const exchange::Slot& slot,
                    const CombineInputs& in) {
   const TensorView& y = in.y;
-  check_on_cpu("y", y);
+  check_place(exchange.config(), "y", y);
   const TensorView wanted = exchange.combine_view(
       slot, y.ndim > 0 ? y.shape[static_cast<std::size_t>(y.ndim - 1)] : 0, y.dtype);
   if (y.ndim != wanted.ndim ||
@@ -286,7 +305,7 @@ void check_combine_out(const exchange::Exchange& exchange, const exchange::Slot&
     fail("out", str("float32, float16 or bfloat16 [", num_tokens, ", ", hidden, "]"),
          out.describe());
   }
-  check_rows("out", out);
+  check_rows(exchange.config(), "out", out);
   if (num_tokens > 0 && exchange.owns(out.data)) {
     fail("out", "memory outside this AllToAll", "a view of its memory");
   }
@@ -297,13 +316,14 @@ void check_combine_out(const exchange::Exchange& exchange, const exchange::Slot&
     }
     return;
   }
-  check_weights("topk_weights", in.topk_weights, num_tokens, exchange.config().top_k);
+  check_weights(exchange.config(), in.topk_weights, num_tokens);
   if (!in.topk_weights.has_value() && !slot.has_weights) {
     fail("topk_weights", "weights at dispatch or at combine (weighting origin)", "none");
   }
 }
 
-void check_sanitize(const TensorView& ids, const TensorView& counts, std::int64_t invalid_expert_id,
+void check_sanitize(const exchange::Exchange& exchange, const TensorView& ids,
+                    const TensorView& counts, std::int64_t invalid_expert_id,
                     const TensorView& out) {
   if (!is_id_dtype(ids.dtype) || (ids.ndim != 2 && ids.ndim != 3)) {
     fail("ids", "int16, int32, int64 or uint32 [num_ranks, rows, top_k] or [rows, top_k]",
@@ -311,7 +331,7 @@ void check_sanitize(const TensorView& ids, const TensorView& counts, std::int64_
   }
   for (const auto& [name, view] :
        {std::pair("ids", ids), std::pair("counts", counts), std::pair("out", out)}) {
-    check_on_cpu(name, view);
+    check_place(exchange.config(), name, view);
     if (view.num_elements() > 0 && view.data == nullptr) fail(name, "data", "a null pointer");
   }
   const auto last = static_cast<std::size_t>(ids.ndim - 1);
@@ -329,7 +349,7 @@ void check_sanitize(const TensorView& ids, const TensorView& counts, std::int64_
     fail("counts", str("int32 [", num_sources, "]"), counts.describe());
   }
   const auto* values = static_cast<const std::int32_t*>(counts.data);
-  for (std::int64_t i = 0; i < num_sources; ++i) {
+  for (std::int64_t i = 0; i < num_sources && !exchange.is_on_gpu(); ++i) {
     // One count of [rows, K] may be a num_rows of which some rows were dropped.
     if (values[i] >= 0 && (values[i] <= num_rows || ids.ndim == 2)) continue;
     fail("counts", str("values in [0, ", num_rows, "]"), str(values[i], " at ", i));

@@ -4,6 +4,7 @@
 // Checks of what callers pass. Each throws InvalidArgument with name, expected and got.
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "exchange/exchange.h"
@@ -26,7 +27,11 @@ void check_combine_out(const exchange::Exchange& exchange, const exchange::Slot&
 /// hidden and dtype of a combine buffer.
 void check_combine_row(const exchange::Exchange& exchange, std::int64_t hidden, DType dtype);
 
-void check_sanitize(const TensorView& ids, const TensorView& counts, std::int64_t invalid_expert_id,
+/// On a GPU a call has a stream.
+void check_stream(const AllToAllConfig& config, const std::optional<void*>& stream);
+
+void check_sanitize(const exchange::Exchange& exchange, const TensorView& ids,
+                    const TensorView& counts, std::int64_t invalid_expert_id,
                     const TensorView& out);
 
 }  // namespace fanfold::api

@@ -107,11 +107,43 @@ std::string resolve_strategy(AllToAllConfig& config) {
   return "one_sided: all ranks share the memory of this machine, and it moves each row once";
 }
 
+std::string resolve_strategy_on_gpu(AllToAllConfig& config) {
+  if (config.strategy == Strategy::kOneSided || config.strategy == Strategy::kLowLatency) {
+    return str(name_of(config.strategy), ": asked for by name");
+  }
+  if (config.strategy != Strategy::kAuto) {
+    throw Unsupported(str("strategy: expected one_sided or low_latency (device 'cuda' has these), ",
+                          "got ", name_of(config.strategy)));
+  }
+  if (config.dispatch_wire != Wire::kNone || config.combine_wire != Wire::kNone) {
+    config.strategy = Strategy::kLowLatency;
+    return "low_latency: the strategy that packs rows for the wire";
+  }
+  config.strategy = Strategy::kOneSided;
+  return "one_sided: kernels reach the memory of all GPUs, and it moves each row once";
+}
+
+/// What kernels cannot do.
+void check_gpu(const AllToAllConfig& config, int num_ranks, const Capabilities& record) {
+  check_range("device_index", config.device_index, 0, INT16_MAX);
+  check_range("top_k on device 'cuda'", config.top_k, 1, record.max_top_k);
+  check_range("num_ranks on device 'cuda'", num_ranks, 1, record.max_ranks);
+  check_range("max_tokens_per_rank * num_ranks on device 'cuda'",
+              config.max_tokens_per_rank * num_ranks, 1, exec::kMaxDeviceRows - 1);
+  if (config.check_ids == CheckIds::kRaise) {
+    throw InvalidArgument(
+        "check_ids: expected drop on device 'cuda' (its ids cannot be looked at without waiting), "
+        "got raise");
+  }
+}
+
 void check_layout(const AllToAllConfig& config, const Capabilities& record) {
   if (std::find(record.layouts.begin(), record.layouts.end(), config.layout) ==
       record.layouts.end()) {
     throw Unsupported(str("layout: strategy ", name_of(config.strategy), " gives ",
-                          list_layouts(record), "; got ", name_of(config.layout)));
+                          list_layouts(record),
+                          config.device == DeviceType::kGpu ? " on device 'cuda'; got " : "; got ",
+                          name_of(config.layout)));
   }
   if (!is_per_expert(config.layout) && config.weighting != Weighting::kApplied) {
     throw InvalidArgument(str("weighting: layout ", name_of(config.layout),
@@ -170,19 +202,20 @@ void check_wires(const AllToAllConfig& config, const Capabilities& record) {
 }  // namespace
 
 ResolvedConfig resolve(const AllToAllConfig& config, int num_ranks) {
-  if (config.device != DeviceType::kCpu) {
-    throw Unsupported("device: expected cpu (rows do not move on a GPU yet), got cuda");
-  }
   check_scalars(config);
   check_range("num_ranks", num_ranks, 1, AllToAll::kMaxRanks);
   check_range("max_tokens_per_rank * num_ranks * top_k",
               config.max_tokens_per_rank * num_ranks * config.top_k, 1, INT32_MAX);
   ResolvedConfig resolved{config, {}};
   AllToAllConfig& out = resolved.config;
-  if (out.check_ids == CheckIds::kAuto) out.check_ids = CheckIds::kRaise;
+  const bool is_on_gpu = out.device == DeviceType::kGpu;
+  if (out.check_ids == CheckIds::kAuto) {
+    out.check_ids = is_on_gpu ? CheckIds::kDrop : CheckIds::kRaise;
+  }
   resolve_sizes(out);
-  resolved.choice = resolve_strategy(out);
-  const Capabilities record = exchange::capabilities_of(out.strategy);
+  resolved.choice = is_on_gpu ? resolve_strategy_on_gpu(out) : resolve_strategy(out);
+  const Capabilities record = exchange::capabilities_of(out.strategy, out.device);
+  if (is_on_gpu) check_gpu(out, num_ranks, record);
   check_layout(out, record);
   check_wires(out, record);
   check_range("channel_bytes", out.channel_bytes, 4096, std::int64_t{1} << 30);
@@ -220,6 +253,7 @@ Fields encode(const Placement& placement) {
 
 Fields encode(const AllToAllConfig& config) {
   Fields fields = {
+      {"device", config.device == DeviceType::kCpu ? "cpu" : "cuda"},
       {"num_experts", str(config.num_experts)},
       {"top_k", str(config.top_k)},
       {"max_tokens_per_rank", str(config.max_tokens_per_rank)},

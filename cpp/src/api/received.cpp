@@ -3,6 +3,7 @@
 
 #include "api/received_state.h"
 #include "base/format.h"
+#include "exchange/device_routing.h"
 #include "fanfold/error.h"
 
 namespace fanfold {
@@ -108,15 +109,8 @@ const TensorView& Received::source_token() const {
 }
 
 HostCounts Received::host_counts() const {
-  HostCounts host;
-  const TensorView& ranks = rank_counts();
-  const TensorView& experts = expert_counts();
-  const auto* rank_data = static_cast<const std::int32_t*>(ranks.data);
-  const auto* expert_data = static_cast<const std::int32_t*>(experts.data);
-  host.rank_counts.assign(rank_data, rank_data + ranks.shape[0]);
-  host.expert_counts.assign(expert_data, expert_data + experts.shape[0]);
-  host.num_rows = checked(state_).exchange().num_rows(checked(state_).slot_state());
-  return host;
+  checked(state_).require_open();
+  return checked(state_).exchange().host_counts(checked(state_).slot_state());
 }
 
 Routing Received::routing() const {
@@ -141,6 +135,9 @@ Routing::Routing(std::shared_ptr<const Data> data) noexcept : data_(std::move(da
 
 std::int64_t Routing::num_tokens() const { return checked(data_).plan.num_tokens; }
 std::int64_t Routing::round_max_tokens() const { return checked(data_).round_max_tokens; }
-const std::vector<std::int32_t>& Routing::rank_counts() const { return checked(data_).rank_counts; }
+const std::vector<std::int32_t>& Routing::rank_counts() const {
+  const Data& data = checked(data_);
+  return data.device != nullptr ? data.device->host_rank_counts() : data.rank_counts;
+}
 
 }  // namespace fanfold

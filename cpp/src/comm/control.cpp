@@ -206,6 +206,20 @@ void Control::throw_if_lost(const WaitFor& target) const {
   if (lost.rank >= 0) throw_lost(target, lost);
 }
 
+void Control::throw_late(const WaitFor& target, std::chrono::nanoseconds timeout) const {
+  throw_if_lost(target);
+  throw_timeout(target, base::Deadline(timeout));
+}
+
+void Control::stop_own_waits() noexcept {
+  if (group_.is_forked_child()) return;
+  raise_to(words(group_.rank()).abort_any, 1 + generation());
+}
+
+void Control::begin_reset() noexcept {
+  abort_with(str("rank ", group_.rank(), " called reset"), kResetBit);
+}
+
 std::string Control::prefix(const WaitFor& target) const {
   if (target.round < 0) return str(what_, ": ", target.phase, ": ");
   return str(what_, ": ", target.phase, " of round ", target.round, ": ");
@@ -235,7 +249,7 @@ void Control::announce_reset(std::uint32_t generation, std::uint64_t max_epoch) 
 
 std::uint64_t Control::reset(std::uint64_t max_epoch, base::Deadline deadline) {
   check_process();
-  abort_with(str("rank ", group_.rank(), " called reset"), kResetBit);
+  begin_reset();
   const auto announced = [this](int peer) {
     return reset_line(group_.rank(), peer).generation.load(std::memory_order_acquire);
   };

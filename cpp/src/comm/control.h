@@ -16,6 +16,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
@@ -91,6 +92,20 @@ class Control {
   void throw_if_aborted(const WaitFor& target) const;
   /// @throws PeerLost  a peer (active, not this rank) has left or ended.
   void throw_if_lost(const WaitFor& target) const;
+  /// Who waits otherwise, such as a kernel: `target` did not come within `timeout`.
+  /// @throws PeerLost     since it, or if not it another peer, has left or ended.
+  /// @throws PeerTimeout  else.
+  [[noreturn]] void throw_late(const WaitFor& target, std::chrono::nanoseconds timeout) const;
+  /// This rank's word that says 1 + the generation which a rank has aborted, for who waits
+  /// otherwise. In this rank's window.
+  const std::byte* abort_word() const noexcept {
+    return reinterpret_cast<const std::byte*>(&words(group_.rank()).abort_any);
+  }
+  /// Ends what waits on `abort_word`, of this rank only: peers go on. This rank can only close
+  /// then, or reset.
+  void stop_own_waits() noexcept;
+  /// The abort with which `reset` begins, for who has waits to end before.
+  void begin_reset() noexcept;
 
   /// Collective over the active ranks: a new generation. Every rank gives the highest epoch that it
   /// has used; returns the highest of all. Wakes peers that wait for something else, by an abort.

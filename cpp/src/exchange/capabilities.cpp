@@ -22,7 +22,7 @@ std::vector<Layout> all_layouts() {
 
 }  // namespace
 
-Capabilities capabilities_of(Strategy strategy) {
+Capabilities capabilities_of(Strategy strategy, DeviceType device) {
   Capabilities record;
   record.strategy = strategy;
   record.layouts = routed_layouts();
@@ -66,10 +66,18 @@ Capabilities capabilities_of(Strategy strategy) {
     case Strategy::kAuto:
       break;
   }
+  if (device == DeviceType::kGpu) {
+    record.layouts = {Layout::kRankMajor, Layout::kExpertMajor};
+    record.graph_safe = true;
+    record.workers = false;
+    record.max_top_k = exec::kMaxDeviceTopK;
+    record.max_ranks = exec::kMaxDeviceRanks;
+  }
   return record;
 }
 
 std::shared_ptr<Exchange> make_exchange(Setup setup, base::Deadline deadline) {
+  if (setup.config.device == DeviceType::kGpu) return make_on_device(std::move(setup), deadline);
   switch (setup.config.strategy) {
     case Strategy::kBroadcast:
       return make_broadcast(std::move(setup), deadline);

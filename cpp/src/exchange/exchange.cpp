@@ -26,6 +26,7 @@ void lay_out(std::vector<PayloadSpec>& payloads, std::int64_t offset, std::int64
 
 /// Of the control area, or of all symmetric memory where rows are private.
 std::int64_t control_bytes(const AllToAllConfig& config, int num_ranks) {
+  if (config.device == DeviceType::kGpu) return 0;  // it lies in windows of the host
   if (config.strategy == Strategy::kTwoSided) return two_sided_window_bytes(config, num_ranks);
   return plan::store_kind(config.strategy) == plan::StoreKind::kPrivate
              ? comm::Channel::window_bytes(num_ranks)
@@ -133,7 +134,7 @@ std::int64_t Exchange::combine_row_bytes(std::int64_t hidden) const noexcept {
              : plan::packed_row_bytes(hidden, setup_.config.wire_scale);
 }
 
-void Exchange::prepare_dispatch(Slot& slot, const DispatchCall& call) {
+void Exchange::plan_tokens(Slot& slot, const DispatchCall& call) {
   const DispatchInputs& in = *call.inputs;
   const bool routed = in.routing.has_value();
   if (!routed && in.topk_ids.has_value()) {
@@ -149,6 +150,20 @@ void Exchange::prepare_dispatch(Slot& slot, const DispatchCall& call) {
   } else if (!routed) {
     plan::build_full_plan(call.num_tokens, setup_.map, active_, slot.own_plan);
   }
+  if (!routed && in.topk_weights.has_value() && setup_.config.weighting == Weighting::kOrigin) {
+    slot.token_weights.resize(static_cast<std::size_t>(call.num_tokens * workspace_.top_k));
+    const auto* weights = static_cast<const float*>(in.topk_weights.data);
+    for (std::int64_t token = 0; token < call.num_tokens; ++token) {
+      std::copy_n(weights + token * in.topk_weights.strides[0], workspace_.top_k,
+                  slot.token_weights.data() + token * workspace_.top_k);
+    }
+  }
+}
+
+void Exchange::prepare_dispatch(Slot& slot, const DispatchCall& call) {
+  plan_tokens(slot, call);
+  const DispatchInputs& in = *call.inputs;
+  const bool routed = in.routing.has_value();
   slot.routing = routed ? in.routing.data() : nullptr;
   slot.has_ids = routed ? slot.routing->has_ids : in.topk_ids.has_value();
   slot.has_weights = routed ? slot.routing->has_weights : in.topk_weights.has_value();
@@ -159,14 +174,6 @@ void Exchange::prepare_dispatch(Slot& slot, const DispatchCall& call) {
   slot.has_expert_counts = false;
   slot.has_source_rows = false;
   slot.has_scales = setup_.config.dispatch_wire != Wire::kNone;
-  if (!routed && slot.has_weights && setup_.config.weighting == Weighting::kOrigin) {
-    slot.token_weights.resize(static_cast<std::size_t>(call.num_tokens * workspace_.top_k));
-    const auto* weights = static_cast<const float*>(in.topk_weights.data);
-    for (std::int64_t token = 0; token < call.num_tokens; ++token) {
-      std::copy_n(weights + token * in.topk_weights.strides[0], workspace_.top_k,
-                  slot.token_weights.data() + token * workspace_.top_k);
-    }
-  }
 
   slot.payloads.resize(in.payloads.size());
   slot.payload_rows.resize(in.payloads.size());
@@ -216,7 +223,7 @@ void Exchange::pack_payload(Slot& slot, const DispatchInputs& in) {
   params.wire_scale = config.wire_scale;
   params.packed = local_base(slot) + workspace_.local_wire_offset;
   params.scales = local_base(slot) + workspace_.local_wire_scales_offset;
-  backend_->pack_rows(params);
+  pack_rows(slot, params);
   PayloadSpec& packed = slot.payloads[0];
   packed.dtype = DType::kFloat8E4M3;
   packed.row_bytes = params.hidden;
@@ -315,6 +322,20 @@ exec::SumRowsParams Exchange::sum_params(const Slot& slot, const CombineInputs& 
   params.out_stride_bytes = inputs.out.row_stride_bytes();
   params.out_dtype = inputs.out.dtype;
   return params;
+}
+
+void Exchange::check_token_counts(const Slot& slot) {
+  if (!slot.num_tokens_per_rank) return;
+  const auto& known = *slot.num_tokens_per_rank;
+  for (std::size_t rank = 0; rank < known.size(); ++rank) {
+    if (!active_[rank] || known[rank] == slot.token_counts[rank]) continue;
+    const std::string text =
+        base::str("num_tokens_per_rank: expected ", slot.token_counts[rank], " tokens of rank ",
+                  rank, " in round ", slot.round, ", got ", known[rank],
+                  "; call reset() on every rank");
+    abort(text);  // only this rank knows
+    throw InvalidArgument(text);
+  }
 }
 
 void Exchange::poison(std::byte* start, std::int64_t bytes, int value) const noexcept {

@@ -8,6 +8,7 @@
 
 #include <array>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,7 @@
 #include "base/step_hook.h"
 #include "exchange/slot.h"
 #include "exec/backend.h"
+#include "exec/device_backend.h"
 #include "exec/workers.h"
 #include "fanfold/all_to_all.h"
 #include "plan/expert_map.h"
@@ -28,17 +30,22 @@ class Exchange;
 /// Makes the backend once the exchange knows its context (the exchange never names a concrete one).
 using BackendFactory = std::unique_ptr<exec::Backend> (*)(const exec::Context&);
 
+/// Likewise where rows lie on a GPU.
+using DeviceBackendFactory = std::unique_ptr<exec::DeviceBackend> (*)(int device);
+
 /// What an exchange is made from; `config` is resolved and checked.
 struct Setup {
   AllToAllConfig config;
   std::shared_ptr<Communicator::Impl> communicator;
   Communicator* handle = nullptr;  // only during construction
   Allocator* allocator = nullptr;  // only during construction; null: one of its own
+  bool owns_allocator = false;     // `allocator` was made for this exchange
   plan::ExpertMap map;
   std::uint64_t config_digest = 0;
   std::uint64_t identity = 0;  // of this creation, equal on all ranks
   std::string what;            // "AllToAll 'moe'"
   BackendFactory backend = nullptr;
+  DeviceBackendFactory device_backend = nullptr;
   // Only during construction: whose memory, control area and slots it uses; null: its own.
   std::shared_ptr<Exchange> workspace_of;
   std::uint16_t member = 0;  // of those that share a workspace, in order of creation
@@ -52,12 +59,24 @@ struct DispatchCall {
   std::int64_t round_max_tokens = 0;  // m
   std::int32_t invalid_expert_id = -1;
   base::Deadline deadline;
+  bool is_whole = false;  // dispatch_recv follows at once
 };
 
 /// A checked combine.
 struct CombineCall {
   const CombineInputs* inputs = nullptr;
   base::Deadline deadline;
+  bool is_whole = false;  // combine_recv follows at once
+};
+
+/// A checked sanitize.
+struct SanitizeCall {
+  TensorView ids;
+  TensorView counts;
+  std::int64_t invalid_expert_id;
+  SanitizePolicy policy;
+  TensorView out;
+  exec::Stream stream;
 };
 
 /// One or two leading dimensions.
@@ -91,13 +110,23 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   std::uint32_t mask_digest() const noexcept { return mask_digest_; }
   std::uint32_t placement_version() const noexcept { return placement_version_; }
   std::int64_t num_dropped_rows() const noexcept { return num_dropped_rows_; }
+  bool is_on_gpu() const noexcept { return setup_.config.device == DeviceType::kGpu; }
+  /// Ids that kernels have dropped.
+  virtual std::int64_t num_ids_dropped_by_kernels() const noexcept { return 0; }
   /// Bytes held now.
   virtual std::int64_t workspace_bytes() const { return workspace_.total_bytes(); }
   Capacities capacities() const;
-  exec::Backend& backend() noexcept { return *backend_; }
 
   virtual Capabilities capabilities() const = 0;
   virtual std::uint32_t generation() const noexcept = 0;
+
+  // On a GPU a call enqueues on a stream. Elsewhere these do nothing.
+  /// Throws what kernels have reported. Does not wait.
+  virtual void throw_if_kernels_failed() {}
+  /// The stream of the next phase of the slot's round, none: the round's; `call` names it.
+  /// @throws InvalidState  the round was dispatched in a graph capture and `stream` is not in one,
+  ///         or the other way round. @throws InvalidArgument  another device's stream.
+  virtual void use_stream(Slot&, const std::optional<void*>& /*stream*/, const char* /*call*/) {}
 
   // Phases. On an exception nothing of the slot's state has changed in dispatch_send when it is an
   // argument error; otherwise the caller marks the exchange as failed.
@@ -113,17 +142,19 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
 
   virtual void set_active(const std::vector<bool>& active);
   /// Threads that move rows, the caller's included.
-  void set_num_workers(int num_workers);
+  virtual void set_num_workers(int num_workers);
   int num_workers() const noexcept;
   /// Uses `placement`, whose tables are `map`, from the next round on. Between rounds, on every
   /// rank alike. `config_digest` is that of the configuration with it, `version` grows.
-  void set_placement(const Placement& placement, plan::ExpertMap map, std::uint64_t config_digest,
-                     std::uint32_t version);
+  virtual void set_placement(const Placement& placement, plan::ExpertMap map,
+                             std::uint64_t config_digest, std::uint32_t version);
   virtual void abort(const std::string& reason) noexcept = 0;
   /// Collective; returns the first epoch of the new generation.
   virtual std::uint64_t reset(std::uint64_t max_epoch, base::Deadline deadline) = 0;
   /// @throws PeerAborted, PeerLost
   virtual void check() const = 0;
+  /// Rounds that are open now never end: on a GPU their work need not wait for peers any more.
+  virtual void give_up_open_rounds() noexcept {}
   virtual void leave() noexcept = 0;
   virtual void close(base::Deadline deadline) = 0;
   /// Lets go of the memory, which others that share it go on using. Rounds that this rank has
@@ -160,17 +191,34 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   TensorView source_rank_view(Slot& slot);
   TensorView source_token_view(Slot& slot);
   TensorView combine_view(const Slot& slot, std::int64_t hidden, DType dtype) const;
-  std::shared_ptr<const Routing::Data> copy_routing(const Slot& slot) const;
-  /// Before `ids`, if they are the received ids of an open round, are overwritten in place: takes
-  /// what is otherwise read from them when it is first asked for.
-  void freeze_indices(const TensorView& ids);
-  std::int64_t num_rows(const Slot& slot) const noexcept;
+  virtual std::shared_ptr<const Routing::Data> copy_routing(Slot& slot);
+  /// Where `call.out` are the received ids of an open round, first takes what is otherwise read from
+  /// them when it is first asked for.
+  virtual void sanitize(const SanitizeCall& call);
+  /// May wait.
+  virtual HostCounts host_counts(Slot& slot);
+  /// Once slot.token_counts are known: against those that the caller gave to dispatch.
+  /// @throws InvalidArgument  one differs; the peers' waits are aborted.
+  void check_token_counts(const Slot& slot);
   /// Leading dimensions of the layout's tensors.
   Extents leading(const Slot& slot) const noexcept;
   /// Whether y at the combine buffer of a layout per rank goes home as it is.
   bool combines_in_place() const noexcept;
 
  protected:
+  // What the fields of a slot are filled with, for `prepare_dispatch`.
+  /// Which token goes where. @throws InvalidArgument  an id >= E
+  virtual void plan_tokens(Slot& slot, const DispatchCall& call);
+  virtual void pack_rows(const Slot&, const exec::PackRowsParams& params) {
+    backend_->pack_rows(params);
+  }
+  /// The slot whose received ids `ids` lie in, of an open round that has them still; else null.
+  Slot* slot_of_ids(const TensorView& ids) noexcept;
+  /// What a routing of the slot's round says, but for counts and indices.
+  std::shared_ptr<Routing::Data> start_routing(const Slot& slot) const;
+  std::int64_t num_rows(const Slot& slot) const noexcept;
+  /// `view` as it lies where the rows do.
+  TensorView on_device(TensorView view) const noexcept;
   exec::RowArrays row_arrays(const Slot& slot) const noexcept;
   exec::FlagFields dispatch_fields(const Slot& slot) const noexcept;
   exec::FlagFields combine_fields(const Slot& slot, exec::CallKind kind,
@@ -194,13 +242,17 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   void poison_results(const Slot& slot) const noexcept;
 
   std::int32_t* counts(const Slot& slot) const noexcept;  // rank [R], expert [L], offsets, rows
+  std::int32_t* total_rows(const Slot& slot) const noexcept;
   const std::int32_t* received_ids(const Slot& slot) const noexcept;
   const float* received_weights(const Slot& slot) const noexcept;
   const std::int32_t* received_tokens(const Slot& slot) const noexcept;
   /// Puts the indices of the routing that a round re-uses where a new one would have arrived.
   void restore_indices(const Slot& slot);
-  void fill_source_rows(Slot& slot);
-  void count_experts(Slot& slot);
+  // Once per round each, when a view is first asked for.
+  virtual void fill_source_rows(Slot& slot);
+  virtual void count_experts(Slot& slot);
+  virtual void fill_offsets(const Slot& slot) const;
+  virtual void fill_num_rows(const Slot& slot) const;
   void place_experts(Slot& slot);
   std::int64_t kept_rows(const Slot& slot, std::size_t source) const noexcept;
   /// [rows, K] ids and weights, and [rows] tokens, of the rows that the caller sees.
@@ -241,7 +293,7 @@ plan::Workspace workspace_of(const AllToAllConfig& config, int num_ranks, int ma
 /// The exchange of the configured strategy. Collective.
 std::shared_ptr<Exchange> make_exchange(Setup setup, base::Deadline deadline);
 /// Capability record of a strategy, without an exchange.
-Capabilities capabilities_of(Strategy strategy);
+Capabilities capabilities_of(Strategy strategy, DeviceType device = DeviceType::kCpu);
 
 /// Symmetric bytes of two_sided: control area and channels.
 std::int64_t two_sided_window_bytes(const AllToAllConfig& config, int num_ranks);
@@ -253,5 +305,6 @@ std::shared_ptr<Exchange> make_two_sided(Setup setup, base::Deadline deadline);
 std::shared_ptr<Exchange> make_broadcast(Setup setup, base::Deadline deadline);
 std::shared_ptr<Exchange> make_gather_scatter(Setup setup, base::Deadline deadline);
 std::shared_ptr<Exchange> make_batched(Setup setup, base::Deadline deadline);
+std::shared_ptr<Exchange> make_on_device(Setup setup, base::Deadline deadline);  // all, on a GPU
 
 }  // namespace fanfold::exchange

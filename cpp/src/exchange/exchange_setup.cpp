@@ -32,12 +32,16 @@ void Exchange::take_memory() {
     local_ = setup_.allocator == nullptr ? base::map_private(bytes)
                                          : setup_.allocator->allocate_private(bytes);
   }
-  staging_.resize(static_cast<std::size_t>(workspace_.max_tokens_per_rank * workspace_.top_k * 4));
+  if (!is_on_gpu()) {
+    staging_.resize(
+        static_cast<std::size_t>(workspace_.max_tokens_per_rank * workspace_.top_k * 4));
+  }
   slots_.resize(static_cast<std::size_t>(setup_.config.max_in_flight));
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     slots_[i].index = static_cast<int>(i);
     slots_[i].token_counts.resize(static_cast<std::size_t>(num_ranks));
     slots_[i].own_plan.source_rank = rank_;
+    if (is_on_gpu()) continue;  // kernels plan
     plan::reserve_send_plan(slots_[i].own_plan, setup_.map, workspace_.top_k,
                             workspace_.max_tokens_per_rank);
   }

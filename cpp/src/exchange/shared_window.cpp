@@ -12,12 +12,21 @@ SharedWindow::SharedWindow(const Setup& setup, std::int64_t bytes, std::int64_t 
                            base::Deadline deadline)
     : communicator_(setup.communicator),
       allocator_(setup.allocator != nullptr ? *setup.allocator : Allocator(*setup.handle)),
-      owns_allocator_(setup.allocator == nullptr),
+      owns_allocator_(setup.allocator == nullptr || setup.owns_allocator),
       memory_(allocator_.allocate(bytes, zero_bytes,
                                   std::chrono::nanoseconds(deadline.remaining_ns()))) {
   for (int rank = 0; rank < memory_.num_ranks(); ++rank) bases_.push_back(memory_.data(rank));
-  control_ =
-      std::make_unique<comm::Control>(communicator_->group(), memory_.block()->windows, setup.what);
+  comm::Group& group = communicator_->group();
+  if (memory_.block()->memory.device == DeviceType::kGpu) {
+    control_windows_ = group.share_windows(comm::Control::bytes(group.num_ranks()), deadline);
+  }
+  const bool is_apart = !control_windows_.empty();
+  control_ = std::make_unique<comm::Control>(
+      group, is_apart ? control_windows_ : memory_.block()->windows, setup.what);
+}
+
+const base::Mapping& SharedWindow::own_control() const noexcept {
+  return *control_windows_[static_cast<std::size_t>(communicator_->group().rank())];
 }
 
 SharedWindow::~SharedWindow() { leave(); }

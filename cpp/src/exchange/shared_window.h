@@ -17,7 +17,8 @@
 
 namespace fanfold::exchange {
 
-/// A window per rank that begins with a control area. This rank leaves when the last exchange that
+/// A window per rank that begins with a control area; on a GPU, where the host cannot reach it, the
+/// control areas lie in windows of their own. This rank leaves when the last exchange that
 /// uses it is gone, or at `close`.
 class SharedWindow {
  public:
@@ -34,6 +35,8 @@ class SharedWindow {
   /// Keeps the windows mapped while held. Empty after `close`.
   const SymmetricMemory& memory() const noexcept { return memory_; }
   Allocator& allocator() noexcept { return allocator_; }
+  /// On a GPU: this rank's control area.
+  const base::Mapping& own_control() const noexcept;
   /// Tells the peers that this rank uses the windows no more. Idempotent, never waits.
   void leave() noexcept;
   /// Collective: waits until every active rank has left, then gives the memory back.
@@ -46,6 +49,7 @@ class SharedWindow {
   bool owns_allocator_;
   SymmetricMemory memory_;
   std::vector<std::byte*> bases_;
+  comm::Windows control_windows_;  // on a GPU
   std::unique_ptr<comm::Control> control_;
   bool left_ = false;
 };

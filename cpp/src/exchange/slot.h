@@ -9,6 +9,7 @@
 #include <optional>
 #include <vector>
 
+#include "exec/device_backend.h"
 #include "exec/params.h"
 #include "fanfold/received.h"
 #include "plan/expert_rows.h"
@@ -17,6 +18,10 @@
 #include "plan/workspace.h"
 
 namespace fanfold {
+
+namespace exchange {
+struct DeviceRouting;
+}
 
 /// What Routing keeps: everything of a dispatch but its payloads.
 struct Routing::Data {
@@ -39,6 +44,8 @@ struct Routing::Data {
   std::vector<std::int32_t> gathered_rows;  // gathered: the rows routed here
   plan::PairPlan pairs;                     // rows stored by expert
   std::vector<std::int32_t> pairs_matrix;   // [source, expert] pairs, likewise
+  // On a GPU counts, ids and tokens lie there; `plan` has the number of tokens only.
+  std::shared_ptr<const exchange::DeviceRouting> device;
 };
 
 }  // namespace fanfold
@@ -109,6 +116,12 @@ struct Slot {
   bool has_expert_counts = false;
   bool has_source_rows = false;
   bool has_scales = false;
+  // On a GPU:
+  exec::Stream stream = nullptr;       // of the round
+  exec::Stream call_stream = nullptr;  // of the call under way
+  bool is_captured = false;            // the round belongs to a graph
+  bool has_waited = false;             // the kernel that sent the rows waits for the others'
+  bool ids_changed = false;            // the received ids are not as they came
 
   const plan::SendPlan& plan() const noexcept { return routing ? routing->plan : own_plan; }
   const plan::PairPlan& pairs() const noexcept { return routing ? routing->pairs : own_pairs; }

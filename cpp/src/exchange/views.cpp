@@ -48,6 +48,13 @@ TensorView dense(const void* data, DType dtype, const Extents& leading,
 
 }  // namespace
 
+TensorView Exchange::on_device(TensorView view) const noexcept {
+  if (!is_on_gpu() || !view.has_value()) return view;
+  view.device = DeviceType::kGpu;
+  view.device_index = setup_.config.device_index;
+  return view;
+}
+
 std::int32_t* Exchange::counts(const Slot& slot) const noexcept {
   return reinterpret_cast<std::int32_t*>(local_base(slot) + workspace_.local_counts_offset);
 }
@@ -101,15 +108,35 @@ void Exchange::restore_indices(const Slot& slot) {
             const_cast<std::int32_t*>(received_tokens(slot)));
 }
 
-void Exchange::freeze_indices(const TensorView& ids) {
+Slot* Exchange::slot_of_ids(const TensorView& ids) noexcept {
   const auto* data = static_cast<const std::byte*>(ids.data);
   for (Slot& slot : slots_) {
-    if (slot.state != SlotState::kReceived || !slot.has_ids || slot.frozen) continue;
+    if (slot.state != SlotState::kReceived || !slot.has_ids) continue;
+    if (slot.frozen || slot.ids_changed) continue;
     const auto* first = reinterpret_cast<const std::byte*>(received_ids(slot));
-    if (data < first || data >= first + store_rows(slot) * workspace_.top_k * 4) continue;
-    count_experts(slot);
-    slot.frozen = copy_routing(slot);
+    if (data >= first && data < first + store_rows(slot) * workspace_.top_k * 4) return &slot;
   }
+  return nullptr;
+}
+
+void Exchange::sanitize(const SanitizeCall& call) {
+  if (Slot* const slot = slot_of_ids(call.out)) {
+    count_experts(*slot);
+    slot->frozen = copy_routing(*slot);
+  }
+  backend_->sanitize({call.ids, static_cast<const std::int32_t*>(call.counts.data), call.out,
+                      call.invalid_expert_id, call.policy, &setup_.map, rank_});
+}
+
+HostCounts Exchange::host_counts(Slot& slot) {
+  count_experts(slot);
+  const std::int32_t* ranks = counts(slot);
+  const std::int32_t* experts = ranks + num_ranks();
+  HostCounts host;
+  host.rank_counts.assign(ranks, ranks + num_ranks());
+  host.expert_counts.assign(experts, experts + num_local_experts());
+  host.num_rows = num_rows(slot);
+  return host;
 }
 
 std::int64_t Exchange::num_rows(const Slot& slot) const noexcept {
@@ -152,7 +179,7 @@ TensorView Exchange::payload_view(const Slot& slot, const PayloadSpec& spec) con
   } else {
     view.data = local_base(slot) + spec.local_offset;
   }
-  return with_shape(view, leading(slot), spec);
+  return on_device(with_shape(view, leading(slot), spec));
 }
 
 std::vector<TensorView> Exchange::payload_views(const Slot& slot) const {
@@ -168,7 +195,7 @@ TensorView Exchange::scales_view(const Slot& slot) const {
 }
 
 TensorView Exchange::rank_counts_view(const Slot& slot) const {
-  return TensorView(counts(slot), DType::kInt32, {num_ranks()});
+  return on_device(TensorView(counts(slot), DType::kInt32, {num_ranks()}));
 }
 
 void Exchange::count_experts(Slot& slot) {
@@ -188,11 +215,10 @@ void Exchange::count_experts(Slot& slot) {
 
 TensorView Exchange::expert_counts_view(Slot& slot) {
   count_experts(slot);
-  return TensorView(counts(slot) + num_ranks(), DType::kInt32, {num_local_experts()});
+  return on_device(TensorView(counts(slot) + num_ranks(), DType::kInt32, {num_local_experts()}));
 }
 
-TensorView Exchange::offsets_view(Slot& slot) {
-  count_experts(slot);
+void Exchange::fill_offsets(const Slot& slot) const {
   const std::int32_t* expert_counts = counts(slot) + num_ranks();
   std::int32_t* offsets = counts(slot) + num_ranks() + workspace_.max_local_experts;
   if (setup_.config.layout == Layout::kFlatByExpert) {
@@ -200,33 +226,45 @@ TensorView Exchange::offsets_view(Slot& slot) {
                    [&](std::int64_t begin) {
                      return static_cast<std::int32_t>(std::min(begin, slot.num_kept_rows));
                    });
-    return TensorView(offsets, DType::kInt32, {num_local_experts() + 1});
+    return;
   }
   offsets[0] = 0;
   for (int expert = 0; expert < num_local_experts(); ++expert) {
     offsets[expert + 1] = offsets[expert] + expert_counts[expert];
   }
-  return TensorView(offsets, DType::kInt32, {num_local_experts() + 1});
+}
+
+TensorView Exchange::offsets_view(Slot& slot) {
+  count_experts(slot);
+  fill_offsets(slot);
+  const std::int32_t* offsets = counts(slot) + num_ranks() + workspace_.max_local_experts;
+  return on_device(TensorView(offsets, DType::kInt32, {num_local_experts() + 1}));
+}
+
+std::int32_t* Exchange::total_rows(const Slot& slot) const noexcept {
+  return counts(slot) + num_ranks() + std::int64_t{2} * workspace_.max_local_experts + 1;
+}
+
+void Exchange::fill_num_rows(const Slot& slot) const {
+  *total_rows(slot) = static_cast<std::int32_t>(num_rows(slot));
 }
 
 TensorView Exchange::num_rows_view(const Slot& slot) const {
-  std::int32_t* total =
-      counts(slot) + num_ranks() + std::int64_t{2} * workspace_.max_local_experts + 1;
-  *total = static_cast<std::int32_t>(num_rows(slot));
-  return TensorView(total, DType::kInt32, {1});
+  fill_num_rows(slot);
+  return on_device(TensorView(total_rows(slot), DType::kInt32, {1}));
 }
 
 TensorView Exchange::topk_ids_view(const Slot& slot) const {
   if (!slot.has_ids || is_per_expert(setup_.config.layout)) return {};
-  return dense(layout_ids(slot), DType::kInt32, leading(slot), {workspace_.top_k});
+  return on_device(dense(layout_ids(slot), DType::kInt32, leading(slot), {workspace_.top_k}));
 }
 
 TensorView Exchange::topk_weights_view(const Slot& slot) const {
   if (!slot.has_weights) return {};
   if (is_per_expert(setup_.config.layout)) {
-    return dense(layout_weights(slot), DType::kFloat32, leading(slot), {});
+    return on_device(dense(layout_weights(slot), DType::kFloat32, leading(slot), {}));
   }
-  return dense(layout_weights(slot), DType::kFloat32, leading(slot), {workspace_.top_k});
+  return on_device(dense(layout_weights(slot), DType::kFloat32, leading(slot), {workspace_.top_k}));
 }
 
 void Exchange::fill_source_rows(Slot& slot) {
@@ -282,14 +320,14 @@ void Exchange::fill_source_rows(Slot& slot) {
 
 TensorView Exchange::source_rank_view(Slot& slot) {
   fill_source_rows(slot);
-  return dense(local_base(slot) + workspace_.local_source_rank_offset, DType::kInt32, leading(slot),
-               {});
+  return on_device(dense(local_base(slot) + workspace_.local_source_rank_offset, DType::kInt32,
+                         leading(slot), {}));
 }
 
 TensorView Exchange::source_token_view(Slot& slot) {
   fill_source_rows(slot);
-  return dense(local_base(slot) + workspace_.local_source_token_offset, DType::kInt32,
-               leading(slot), {});
+  return on_device(dense(local_base(slot) + workspace_.local_source_token_offset, DType::kInt32,
+                         leading(slot), {}));
 }
 
 TensorView Exchange::combine_view(const Slot& slot, std::int64_t hidden, DType dtype) const {
@@ -300,12 +338,10 @@ TensorView Exchange::combine_view(const Slot& slot, std::int64_t hidden, DType d
   } else if (is_gathered() || combines_in_place() || stores_by_expert()) {
     data = slot_base(slot) + slot.store.combine_offset;
   }
-  return dense(data, dtype, leading(slot), {hidden});
+  return on_device(dense(data, dtype, leading(slot), {hidden}));
 }
 
-std::shared_ptr<const Routing::Data> Exchange::copy_routing(const Slot& slot) const {
-  if (slot.routing) return slot.routing;
-  if (slot.frozen) return slot.frozen;
+std::shared_ptr<Routing::Data> Exchange::start_routing(const Slot& slot) const {
   auto data = std::make_shared<Routing::Data>();
   data->id = base::mix_digest(setup_.identity, slot.epoch);
   data->config_digest = setup_.config_digest;
@@ -315,6 +351,13 @@ std::shared_ptr<const Routing::Data> Exchange::copy_routing(const Slot& slot) co
   data->has_weights = slot.has_weights;
   data->invalid_expert_id = slot.invalid_expert_id;
   data->placement_version = placement_version_;
+  return data;
+}
+
+std::shared_ptr<const Routing::Data> Exchange::copy_routing(Slot& slot) {
+  if (slot.routing) return slot.routing;
+  if (slot.frozen) return slot.frozen;
+  std::shared_ptr<Routing::Data> data = start_routing(slot);
   data->plan = slot.own_plan;
   data->token_weights = slot.token_weights;
   data->rank_counts.assign(counts(slot), counts(slot) + num_ranks());

@@ -9,22 +9,14 @@
 
 namespace fanfold::gpu {
 
-/// Makes the context current while it lives; then the caller's is again.
-class DeviceContext::Current {
- public:
-  Current(const Driver& driver, CUcontext context) : driver_(driver) {
-    driver_.check(driver_.cuCtxPushCurrent(context), "cuCtxPushCurrent");
-  }
-  ~Current() {
-    CUcontext popped = nullptr;
-    (void)driver_.cuCtxPopCurrent(&popped);
-  }
-  Current(const Current&) = delete;
-  Current& operator=(const Current&) = delete;
+DeviceContext::Current::Current(const DeviceContext& context) : driver_(context.driver_) {
+  driver_.check(driver_.cuCtxPushCurrent(context.context_), "cuCtxPushCurrent");
+}
 
- private:
-  const Driver& driver_;
-};
+DeviceContext::Current::~Current() {
+  CUcontext popped = nullptr;
+  (void)driver_.cuCtxPopCurrent(&popped);
+}
 
 /// A stream that waits for no other, not even for the legacy one. What was enqueued has ended when
 /// it ends, even if waiting failed once: the memory may be unmapped next.
@@ -74,14 +66,14 @@ DeviceContext::~DeviceContext() {
   if (!driver_.is_forked_child()) (void)driver_.cuDevicePrimaryCtxRelease(handle_);
 }
 
-bool DeviceContext::has(CUdevice_attribute attribute) const {
+int DeviceContext::attribute(CUdevice_attribute attribute) const {
   int value = 0;
   driver_.check(driver_.cuDeviceGetAttribute(&value, attribute, handle_), "cuDeviceGetAttribute");
-  return value != 0;
+  return value;
 }
 
 void DeviceContext::zero(std::byte* data, std::int64_t bytes) const {
-  const Current current(driver_, context_);
+  const Current current(*this);
   OwnStream stream(driver_);
   driver_.check(
       driver_.cuMemsetD8Async(address_of(data), 0, static_cast<std::size_t>(bytes), stream.get()),
@@ -89,26 +81,36 @@ void DeviceContext::zero(std::byte* data, std::int64_t bytes) const {
   stream.wait();
 }
 
-std::uint64_t DeviceContext::read_word(const std::byte* data) const {
-  const Current current(driver_, context_);
+void DeviceContext::upload(std::byte* data, const void* host, std::int64_t bytes) const {
+  const Current current(*this);
   OwnStream stream(driver_);
-  std::uint64_t word = 0;
-  driver_.check(driver_.cuMemcpyDtoHAsync(&word, address_of(data), sizeof word, stream.get()),
-                "cuMemcpyDtoHAsync");
-  stream.wait();
-  return word;
-}
-
-void DeviceContext::write_word(std::byte* data, std::uint64_t word) const {
-  const Current current(driver_, context_);
-  OwnStream stream(driver_);
-  driver_.check(driver_.cuMemcpyHtoDAsync(address_of(data), &word, sizeof word, stream.get()),
+  driver_.check(driver_.cuMemcpyHtoDAsync(address_of(data), host, static_cast<std::size_t>(bytes),
+                                          stream.get()),
                 "cuMemcpyHtoDAsync");
   stream.wait();
 }
 
+void DeviceContext::download(void* host, const std::byte* data, std::int64_t bytes) const {
+  const Current current(*this);
+  OwnStream stream(driver_);
+  driver_.check(driver_.cuMemcpyDtoHAsync(host, address_of(data), static_cast<std::size_t>(bytes),
+                                          stream.get()),
+                "cuMemcpyDtoHAsync");
+  stream.wait();
+}
+
+std::uint64_t DeviceContext::read_word(const std::byte* data) const {
+  std::uint64_t word = 0;
+  download(&word, data, sizeof word);
+  return word;
+}
+
+void DeviceContext::write_word(std::byte* data, std::uint64_t word) const {
+  upload(data, &word, sizeof word);
+}
+
 std::byte* DeviceContext::allocate(std::int64_t bytes) const {
-  const Current current(driver_, context_);
+  const Current current(*this);
   CUdeviceptr address = 0;
   driver_.check(driver_.cuMemAlloc(&address, static_cast<std::size_t>(bytes)),
                 base::str("cuMemAlloc of ", bytes, " bytes on device ", device_));
@@ -131,13 +133,22 @@ void DeviceContext::free(std::byte* data) const noexcept {
 }
 
 bool DeviceContext::is_device_memory(const std::byte* data) const {
-  const Current current(driver_, context_);
+  const Current current(*this);
   unsigned int type = 0;
   const CUresult result =
       driver_.cuPointerGetAttribute(&type, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address_of(data));
   if (result == CUDA_ERROR_INVALID_VALUE) return false;  // memory that CUDA does not know
   driver_.check(result, "cuPointerGetAttribute");
   return type == CU_MEMORYTYPE_DEVICE;
+}
+
+bool DeviceContext::owns(CUstream stream) const {
+  const Current current(*this);  // the default streams are the current context's
+  CUcontext context = nullptr;
+  const CUresult result = driver_.cuStreamGetCtx(stream, &context);
+  if (result == CUDA_ERROR_INVALID_HANDLE || result == CUDA_ERROR_INVALID_CONTEXT) return false;
+  driver_.check(result, "cuStreamGetCtx");
+  return context == context_;
 }
 
 }  // namespace fanfold::gpu

@@ -17,6 +17,19 @@ namespace fanfold::gpu {
 /// Threads: any, at the same time. No call changes the caller's current device visibly.
 class DeviceContext {
  public:
+  /// Makes the context current while it lives; then the caller's is again. The CUDA runtime's
+  /// current device goes with it.
+  class Current {
+   public:
+    explicit Current(const DeviceContext& context);
+    ~Current();
+    Current(const Current&) = delete;
+    Current& operator=(const Current&) = delete;
+
+   private:
+    const Driver& driver_;
+  };
+
   /// @throws Unsupported  no driver, no such device, or one without virtual memory management.
   /// @throws CudaFailure
   explicit DeviceContext(int device);
@@ -25,11 +38,15 @@ class DeviceContext {
   DeviceContext& operator=(const DeviceContext&) = delete;
 
   int device() const noexcept { return device_; }
+  const Driver& driver() const noexcept { return driver_; }
   const std::string& pci_bus_id() const noexcept { return pci_bus_id_; }
-  bool has(CUdevice_attribute attribute) const;
+  int attribute(CUdevice_attribute attribute) const;
+  bool has(CUdevice_attribute attribute) const { return this->attribute(attribute) != 0; }
 
   // These wait until it is done, and for nothing else on the device.
   void zero(std::byte* data, std::int64_t bytes) const;
+  void upload(std::byte* data, const void* host, std::int64_t bytes) const;
+  void download(void* host, const std::byte* data, std::int64_t bytes) const;
   std::uint64_t read_word(const std::byte* data) const;
   void write_word(std::byte* data, std::uint64_t word) const;
 
@@ -41,9 +58,10 @@ class DeviceContext {
   void free(std::byte* data) const noexcept;
   /// Whether `data` is memory of a GPU.
   bool is_device_memory(const std::byte* data) const;
+  /// Whether work for `stream` goes to this context.
+  bool owns(CUstream stream) const;
 
  private:
-  class Current;
   class OwnStream;
 
   const Driver& driver_;

@@ -31,6 +31,8 @@ namespace fanfold::gpu {
   X(cuStreamCreate)                 \
   X(cuStreamDestroy)                \
   X(cuStreamSynchronize)            \
+  X(cuStreamGetCtx)                 \
+  X(cuStreamIsCapturing)            \
   X(cuMemGetAllocationGranularity)  \
   X(cuMemCreate)                    \
   X(cuMemRelease)                   \
@@ -43,8 +45,14 @@ namespace fanfold::gpu {
   X(cuMemSetAccess)                 \
   X(cuMemAlloc)                     \
   X(cuMemFree)                      \
+  X(cuMemHostAlloc)                 \
+  X(cuMemFreeHost)                  \
+  X(cuMemHostRegister)              \
+  X(cuMemHostUnregister)            \
+  X(cuMemHostGetDevicePointer)      \
   X(cuMemcpyHtoDAsync)              \
   X(cuMemcpyDtoHAsync)              \
+  X(cuMemcpyDtoDAsync)              \
   X(cuMemsetD8Async)                \
   X(cuPointerGetAttribute)
 

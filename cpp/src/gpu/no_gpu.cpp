@@ -1,14 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "fanfold/error.h"
+#include "gpu/backend.h"
 #include "gpu/memory_source.h"
 
 namespace fanfold::gpu {
+namespace {
+
+[[noreturn]] void refuse() {
+  throw Unsupported(
+      "GPU: expected a build with the GPU backend (FANFOLD_CUDA=ON), got one without");
+}
+
+}  // namespace
 
 std::unique_ptr<memory::WindowSource> make_memory_source(comm::Group& /*group*/,
                                                          const GpuMemoryConfig& /*config*/,
                                                          base::Deadline /*deadline*/) {
-  throw Unsupported(
-      "GPU: expected a build with the GPU backend (FANFOLD_CUDA=ON), got one without");
+  refuse();
 }
+
+std::unique_ptr<exec::DeviceBackend> make_backend(int /*device*/) { refuse(); }
 
 }  // namespace fanfold::gpu

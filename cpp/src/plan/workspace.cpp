@@ -68,6 +68,41 @@ void walk_flags(Workspace& w) {
   w.flags_stride = flags.position();
 }
 
+/// What the kernels of one slot keep for each other.
+void walk_device_slot(const AllToAllConfig& config, Workspace& w, Cursor& slot) {
+  DeviceRegions& d = w.device;
+  const std::int64_t tokens = w.max_tokens_per_rank;
+  const std::int64_t received = w.num_ranks * tokens;
+  const bool by_expert = is_per_expert(config.layout);
+  constexpr std::int64_t kTargetBytes = 8;
+  constexpr std::int64_t kPairBytes = 12;
+  d.sent_ids_offset = slot.take(tokens * w.top_k * 4);
+  const bool keeps_weights = config.weighting == Weighting::kOrigin;
+  d.sent_weights_offset = slot.take(keeps_weights ? tokens * w.top_k * 4 : 0);
+  d.targets_offset = slot.take(tokens * max_targets(w.top_k, w.num_ranks) * kTargetBytes);
+  d.rows_per_rank_offset = slot.take(std::int64_t{w.num_ranks} * 4);
+  const std::int64_t pairs = received * max_pairs(w.top_k, w.max_local_experts);
+  d.pairs_offset = slot.take(by_expert ? pairs * kPairBytes : 0);
+  d.tile_stride = std::max(w.num_ranks, w.max_local_experts);
+  d.num_tiles = std::max(kMaxDeviceBlocks, (received + kDeviceTileRows - 1) / kDeviceTileRows);
+  d.tiles_offset = slot.take(d.num_tiles * d.tile_stride * 8);
+}
+
+/// What the kernels of all slots share.
+void walk_device_tables(Workspace& w, Cursor& local) {
+  DeviceRegions& d = w.device;
+  d.slots_offset = local.take(w.max_in_flight * kDeviceSlotBytes);
+  d.control_offset = local.take(kDeviceControlBytes);
+  d.windows_offset = local.take(std::int64_t{w.num_ranks} * 8);
+  // Room for any placement: as many copies as experts.
+  const std::int64_t experts = w.num_experts;
+  d.rank_of_offset = local.take(experts * 4);
+  d.local_of_offset = local.take(experts * 4);
+  d.copy_begin_offset = local.take((experts + 1) * 4);
+  d.copies_offset = local.take(experts * 4);
+  d.is_active_offset = local.take(std::int64_t{w.num_ranks} * 4);
+}
+
 void walk_local_slot(const AllToAllConfig& config, Workspace& w) {
   Cursor slot;
   const bool by_expert = is_per_expert(config.layout);
@@ -96,6 +131,7 @@ void walk_local_slot(const AllToAllConfig& config, Workspace& w) {
   const std::int64_t blocks = num_wire_blocks(w.dispatch_row_bytes);
   w.local_wire_offset = slot.take(packs ? w.max_tokens_per_rank * w.dispatch_row_bytes : 0);
   w.local_wire_scales_offset = slot.take(packs ? w.max_tokens_per_rank * blocks * 4 : 0);
+  if (config.device == DeviceType::kGpu) walk_device_slot(config, w, slot);
   w.local_slot_stride = slot.position();
 }
 
@@ -280,6 +316,7 @@ Workspace walk_workspace(const AllToAllConfig& config, int num_ranks, int max_lo
     w.local_mine_offset =
         local.take(w.max_tokens_per_rank * per_token * w.rows_per_token * w.wire_row_bytes);
   }
+  if (config.device == DeviceType::kGpu) walk_device_tables(w, local);
   w.local_bytes = local.position();
   return w;
 }

@@ -27,10 +27,48 @@ struct Store {
   std::int64_t bytes = 0;
 };
 
+// What kernels need beside the rows, in private memory. The structs are exec/device_params.h's.
+constexpr std::int64_t kDeviceSlotBytes = 128;     // a DeviceSlot
+constexpr std::int64_t kDeviceControlBytes = 128;  // room for a DeviceControl
+constexpr std::int64_t kDeviceTileRows = 32;       // of a tile at most
+constexpr std::int64_t kMaxDeviceBlocks = 1024;    // of a grid that takes tiles
+
+/// Where that lies, on a GPU. R ranks, K top_k, M the capacity, E experts, L the most local experts,
+/// F = max_in_flight, P = min(K, R), Q = min(K, L).
+struct DeviceRegions {
+  // From the start of a private slot.
+  std::int64_t sent_ids_offset = 0;       // [M, K] int32
+  std::int64_t sent_weights_offset = 0;   // [M, K] float32 (weighting origin)
+  std::int64_t targets_offset = 0;        // [M, P] Target
+  std::int64_t rows_per_rank_offset = 0;  // [R] int32
+  std::int64_t pairs_offset = 0;          // [R * M, Q] ExpertRow (per expert)
+  std::int64_t tiles_offset = 0;          // [tiles of R * M rows, tile_stride] words
+  std::int64_t tile_stride = 0;           // max(R, L)
+  std::int64_t num_tiles = 0;
+  // From the start of the private memory.
+  std::int64_t slots_offset = 0;       // [F] DeviceSlot
+  std::int64_t control_offset = 0;     // a DeviceControl
+  std::int64_t windows_offset = 0;     // [R] addresses
+  std::int64_t rank_of_offset = 0;     // [E] int32, and so the others
+  std::int64_t local_of_offset = 0;    // [E]
+  std::int64_t copy_begin_offset = 0;  // [E + 1]
+  std::int64_t copies_offset = 0;      // [E]
+  std::int64_t is_active_offset = 0;   // [R]
+};
+
+/// Targets of a token and pairs of a received row at most.
+constexpr int max_targets(int top_k, int num_ranks) noexcept {
+  return top_k < num_ranks ? top_k : num_ranks;
+}
+constexpr int max_pairs(int top_k, int max_local_experts) noexcept {
+  const int pairs = top_k < max_local_experts ? top_k : max_local_experts;
+  return pairs < 1 ? 1 : pairs;
+}
+
 /// Byte counts and offsets. Everything is fixed by the configuration; a round's m moves rows inside
 /// its regions only.
 ///
-/// A window (symmetric memory) is: control area, flags, then, for one_sided and low_latency,
+/// A window (symmetric memory) is: control area (none on a GPU), flags, then, for one_sided and low_latency,
 /// `max_in_flight` slots. A slot is a store. The strategies over collectives or channels have their
 /// slots at the start of the private memory, whose other parts follow; of layout gathered peers
 /// reach a block per slot as well. high_throughput keeps the stores of its slots in symmetric
@@ -93,6 +131,7 @@ struct Workspace {
   std::int64_t local_scratch_offset = 0;  // what is sent
   std::int64_t local_scratch_bytes = 0;
   std::int64_t local_mine_offset = 0;  // rows that came home, by rank
+  DeviceRegions device;                // on a GPU
   std::int64_t local_bytes = 0;
 
   std::int64_t total_bytes() const noexcept { return symmetric_bytes + block_bytes + local_bytes; }

@@ -151,6 +151,51 @@ TEST_F(DriverLitmus, CopiesAndFillsGoBothWays) {
   ASSERT_EQ(cuMemFree(address), CUDA_SUCCESS);
 }
 
+TEST_F(DriverLitmus, PageLockedMemoryIsReachedByItsDeviceAddress) {
+  void* host = nullptr;
+  ASSERT_EQ(cuMemHostAlloc(&host, 4096, CU_MEMHOSTALLOC_DEVICEMAP), CUDA_SUCCESS);
+  CUdeviceptr address = 0;
+  ASSERT_EQ(cuMemHostGetDevicePointer(&address, host, 0), CUDA_SUCCESS);
+  EXPECT_NE(address, 0);
+  ASSERT_EQ(cuMemFreeHost(host), CUDA_SUCCESS);
+  alignas(4096) static std::array<char, 4096> own = {};
+  EXPECT_EQ(cuMemHostGetDevicePointer(&address, own.data(), 0), CUDA_ERROR_INVALID_VALUE);
+  ASSERT_EQ(cuMemHostRegister(own.data(), own.size(), 0), CUDA_SUCCESS);
+  EXPECT_EQ(cuMemHostRegister(own.data(), own.size(), 0),
+            CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED);
+  EXPECT_EQ(cuMemHostGetDevicePointer(&address, own.data() + 8, 0), CUDA_SUCCESS);
+  ASSERT_EQ(cuMemHostUnregister(own.data()), CUDA_SUCCESS);
+  EXPECT_EQ(cuMemHostUnregister(own.data()), CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED);
+}
+
+TEST_F(DriverLitmus, StreamsTellTheirContextAndWhetherTheyCapture) {
+  CUcontext first = nullptr;
+  CUcontext second = nullptr;
+  ASSERT_EQ(cuDevicePrimaryCtxRetain(&first, 0), CUDA_SUCCESS);
+  ASSERT_EQ(cuDevicePrimaryCtxRetain(&second, 1), CUDA_SUCCESS);
+  CUcontext found = nullptr;
+  ASSERT_EQ(cuStreamGetCtx(stream(1), &found), CUDA_SUCCESS);
+  EXPECT_EQ(found, second);
+  ASSERT_EQ(cuCtxPushCurrent(first), CUDA_SUCCESS);
+  ASSERT_EQ(cuStreamGetCtx(nullptr, &found), CUDA_SUCCESS);
+  EXPECT_EQ(found, first);
+  ASSERT_EQ(cuCtxPopCurrent(&found), CUDA_SUCCESS);
+  int no_stream = 0;
+  EXPECT_EQ(cuStreamGetCtx(reinterpret_cast<CUstream>(&no_stream), &found),
+            CUDA_ERROR_INVALID_HANDLE);
+  CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_ACTIVE;
+  ASSERT_EQ(cuStreamIsCapturing(stream(0), &status), CUDA_SUCCESS);
+  EXPECT_EQ(status, CU_STREAM_CAPTURE_STATUS_NONE);
+  ASSERT_EQ(cudaStreamBeginCapture(stream(0), cudaStreamCaptureModeRelaxed), cudaSuccess);
+  ASSERT_EQ(cuStreamIsCapturing(stream(0), &status), CUDA_SUCCESS);
+  EXPECT_EQ(status, CU_STREAM_CAPTURE_STATUS_ACTIVE);
+  cudaGraph_t graph = nullptr;
+  ASSERT_EQ(cudaStreamEndCapture(stream(0), &graph), cudaSuccess);
+  ASSERT_EQ(cudaGraphDestroy(graph), cudaSuccess);
+  ASSERT_EQ(cuDevicePrimaryCtxRelease(0), CUDA_SUCCESS);
+  ASSERT_EQ(cuDevicePrimaryCtxRelease(1), CUDA_SUCCESS);
+}
+
 TEST_F(DriverLitmus, PointersTellWhatTheyAre) {
   const Memory memory(2);
   const Mapped mapped(memory.handle(), kDevice0);
@@ -224,6 +269,21 @@ TEST_F(DriverLitmus, DriverAndRuntimeHaveOneCurrentDevice) {
   ASSERT_EQ(cuDevicePrimaryCtxRelease(2), CUDA_SUCCESS);
   EXPECT_EQ(cuCtxPushCurrent(context), CUDA_ERROR_CONTEXT_IS_DESTROYED);
   EXPECT_EQ(cuDevicePrimaryCtxRelease(2), CUDA_ERROR_INVALID_CONTEXT);
+}
+
+TEST_F(DriverLitmus, APopBringsBackTheDeviceThatTheRuntimeChose) {
+  CUcontext context = nullptr;
+  ASSERT_EQ(cuDevicePrimaryCtxRetain(&context, 2), CUDA_SUCCESS);
+  for (const int chosen : {0, 1, 0}) {
+    ASSERT_EQ(cudaSetDevice(chosen), cudaSuccess);
+    ASSERT_EQ(cuCtxPushCurrent(context), CUDA_SUCCESS);
+    CUcontext popped = nullptr;
+    ASSERT_EQ(cuCtxPopCurrent(&popped), CUDA_SUCCESS);
+    int device = -1;
+    ASSERT_EQ(cudaGetDevice(&device), cudaSuccess);
+    EXPECT_EQ(device, chosen);
+  }
+  ASSERT_EQ(cuDevicePrimaryCtxRelease(2), CUDA_SUCCESS);
 }
 
 TEST_F(DriverLitmus, EachThreadHasItsOwnCurrentContext) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "driver_device.h"
+#include "runtime.h"
 
 // The driver's own type, which cuda.h leaves open: the primary context of one device.
 struct CUctx_st {
@@ -96,8 +97,12 @@ CUresult cuCtxPushCurrent_v2(CUcontext context) {
     if (const CUresult error = check_context(context); error != CUDA_SUCCESS) {
       return error;
     }
+    // What the pop brings back: the runtime may have chosen another device since the last call.
+    const Entry below = {current_context(), current_device()};
     if (entries.empty()) {
-      entries.push_back({current_context(), current_device()});  // what the last pop brings back
+      entries.push_back(below);
+    } else {
+      entries.back() = below;
     }
     entries.push_back({context, context->device});
     set_current_device(context->device);
@@ -158,6 +163,20 @@ CUresult cuCtxGetDevice(CUdevice* device) {
       return CUDA_ERROR_INVALID_CONTEXT;
     }
     *device = current->device;
+    return CUDA_SUCCESS;
+  });
+}
+
+CUresult cuStreamGetCtx(CUstream handle, CUcontext* context) {
+  return driver_call("cuStreamGetCtx", [&] {
+    if (context == nullptr) {
+      return CUDA_ERROR_INVALID_VALUE;
+    }
+    const Stream* const stream = find_stream(handle);
+    if (stream == nullptr) {
+      return CUDA_ERROR_INVALID_HANDLE;
+    }
+    *context = context_of(stream->device->id);
     return CUDA_SUCCESS;
   });
 }

@@ -36,4 +36,12 @@ CUresult driver_call(const char* name, const Body& body) {
   return body();
 }
 
+/// What `driver_call` checks, then `call` of the runtime without the engine's lock held. The
+/// runtime's error codes are the driver's.
+template <typename Call>
+CUresult runtime_call(const char* name, const Call& call) {
+  const CUresult refused = driver_call(name, [] { return CUDA_SUCCESS; });
+  return refused != CUDA_SUCCESS ? refused : static_cast<CUresult>(call());
+}
+
 }  // namespace cudasim

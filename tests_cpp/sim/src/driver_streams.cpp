@@ -9,14 +9,6 @@
 namespace cudasim {
 namespace {
 
-/// What `driver_call` checks, then `call` of the runtime without the engine's lock held. The
-/// runtime's error codes are the driver's.
-template <typename Call>
-CUresult runtime_call(const char* name, const Call& call) {
-  const CUresult refused = driver_call(name, [] { return CUDA_SUCCESS; });
-  return refused != CUDA_SUCCESS ? refused : static_cast<CUresult>(call());
-}
-
 void* address_of(CUdeviceptr address) {
   return reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr)
 }
@@ -40,6 +32,15 @@ CUresult cuStreamSynchronize(CUstream stream) {
                                [&] { return cudaStreamSynchronize(stream); });
 }
 
+CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status) {
+  return cudasim::runtime_call("cuStreamIsCapturing", [&] {
+    cudaStreamCaptureStatus found = cudaStreamCaptureStatusNone;
+    const cudaError_t error = cudaStreamIsCapturing(stream, &found);
+    if (error == cudaSuccess) *status = static_cast<CUstreamCaptureStatus>(found);
+    return error;
+  });
+}
+
 CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void* from, std::size_t bytes, CUstream stream) {
   return cudasim::runtime_call("cuMemcpyHtoDAsync", [&] {
     return cudaMemcpyAsync(cudasim::address_of(to), from, bytes, cudaMemcpyHostToDevice, stream);
@@ -49,6 +50,13 @@ CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void* from, std::size_t bytes, 
 CUresult cuMemcpyDtoHAsync(void* to, CUdeviceptr from, std::size_t bytes, CUstream stream) {
   return cudasim::runtime_call("cuMemcpyDtoHAsync", [&] {
     return cudaMemcpyAsync(to, cudasim::address_of(from), bytes, cudaMemcpyDeviceToHost, stream);
+  });
+}
+
+CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, std::size_t bytes, CUstream stream) {
+  return cudasim::runtime_call("cuMemcpyDtoDAsync", [&] {
+    return cudaMemcpyAsync(cudasim::address_of(to), cudasim::address_of(from), bytes,
+                           cudaMemcpyDeviceToDevice, stream);
   });
 }
 

@@ -43,6 +43,8 @@
 #define FANFOLD_DYN_SHARED(type, name) \
   type* const name = static_cast<type*>(::cudasim::op_dynamic_shared())
 // NOLINTEND(bugprone-macro-parentheses)
+// Before a loop over arrays that have to stay in registers.
+#define FANFOLD_UNROLL
 
 // Where the caller stands, for reports. The second form is for functions without other parameters.
 #define FANFOLD_LOC , ::cudasim::Loc loc = CUDASIM_HERE
@@ -79,6 +81,7 @@
 
 #else
 
+#define FANFOLD_UNROLL _Pragma("unroll")
 #define FANFOLD_SHARED(type, name) \
   using name##_shared_t = type;    \
   __shared__ name##_shared_t name

@@ -13,15 +13,58 @@ namespace fanfold::gpu {
 enum class Fault : int {
   kNone,
   // flags.cuh
-  kNoBarrierBeforeCount,   // a block counts itself while its threads still write
-  kRelaxedCount,           // blocks count themselves without release and acquire
-  kNoFenceBeforeEpoch,     // the epoch is stored without a fence
-  kFenceOfDevice,          // that fence does not reach other devices
-  kRelaxedWait,            // the epoch is read without acquire
-  kAcquireOfDevice,        // that acquire does not reach other devices
-  kAnyEpoch,               // any epoch but zero is taken for the one that is waited for
-  kSkipsLastPeer,          // the last peer is not waited for
-  kEpochBeforeWords,       // the epoch is stored before the words of the line
+  kNoBarrierBeforeCount,  // a block counts itself while its threads still write
+  kRelaxedCount,          // blocks count themselves without release and acquire
+  kNoFenceBeforeEpoch,    // the epoch is stored without a fence
+  kFenceOfDevice,         // that fence does not reach other devices
+  kRelaxedWait,           // the epoch is read without acquire
+  kAcquireOfDevice,       // that acquire does not reach other devices
+  kAnyEpoch,              // any epoch but zero is taken for the one that is waited for
+  kSkipsLastPeer,         // the last peer is not waited for
+  kEpochBeforeWords,      // the epoch is stored before the words of the line
+  // tiles.cuh
+  kNoBarrierBetweenTiles,  // a tile is begun while threads still read the one before
+  kTagWithoutEpoch,        // counts of earlier rounds are taken for this round's
+  kLooksBackOnce,          // only the 32 tiles before are added
+  kNoBarrierBeforeBallot,  // columns of rows are read while they are written
+  kPlacesFromOne,          // a row's place is one too high
+  // rows.cuh
+  kDropsLastUnit,  // the last unit of a segment is not copied
+  // dispatch_send.cu
+  kNoBarrierBeforeKeys,  // the ranks of a tile's tokens are read while they are written
+  kSendsToInactive,      // rows go to ranks that are masked out
+  kRowsOfReader,         // rows lie where the reader's own would
+  kCopyByToken,          // the copy of an expert that a token takes does not depend on its rank
+  kEveryBlockAnnounces,  // flags are raised by a block that is not the last
+  kCountersStay,         // the next kernel finds no tile left
+  kCombinesStay,         // the combines of the slot's last round are not forgotten
+  kTokensOfWord,         // a token count on the device is taken for more than the rows given
+  // arrange.cu
+  kPadsLastRow,             // the ids of each source's last row are overwritten
+  kNoBarrierBeforeRepeats,  // experts of rows are compared while they are written
+  kWeightOfFirst,           // weights of repeats are not added
+  kOffsetsInclusive,        // an expert's offset counts its own rows
+  kArrangeCountersStay,     // the next kernel finds no tile left
+  // describe_rows.cu
+  kDescribesPadding,  // one row more than came is described
+  // sanitize.cu
+  kSanitizesLastRow,  // the last row with a token is taken for padding
+  // combine_send.cu
+  kSendsOneRowLess,      // the last received row is left out
+  kSendsToNextRow,       // rows go one row too far
+  kAnnouncesFirst,       // the first block announces, whatever the others do
+  kCombineCountersStay,  // the counters are not reset
+  kCombineDoesNotWait,   // the peers' flags are not waited for
+  kListNotReady,         // lanes read the list of rows without having met its writers
+  // sum_rows.cu
+  kSkipsLastTarget,    // the last row of a token is not added
+  kAddsBackwards,      // rows are added in the order of falling ranks
+  kPullsNextRow,       // rows are pulled from one row too far
+  kRowsBehindStay,     // rows of `out` behind the tokens are not cleared
+  kAcksFirst,          // the acknowledgement is raised before the rows are pulled
+  kCombineNotCounted,  // a later combine of the round has the epoch of this one
+  // numbers.cuh
+  kScaleOfWarp,  // two blocks of a row share the larger scale
 };
 
 #if defined(FANFOLD_SEEDED_FAULTS)

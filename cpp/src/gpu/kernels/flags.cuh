@@ -168,8 +168,9 @@ __device__ inline bool await_peer(const exec::DeviceRound& round, const exec::De
   return false;
 }
 
-/// Waits for every active peer's flag; false, for all threads, when kernels have failed. All threads
-/// of one block call it. `counts` without `rank_counts`: only the flags. `num_tokens`: this rank's.
+/// Waits for every active peer's flag; false, for all threads, when kernels have failed. All
+/// threads of one block call it. `counts` without `rank_counts`: only the flags. `num_tokens`: this
+/// rank's.
 __device__ inline bool await(const exec::DeviceRound& round, const exec::DeviceFlags& flags,
                              std::uint64_t epoch, const exec::DeviceCounts& counts,
                              std::int32_t num_tokens) {

@@ -1,0 +1,250 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Creation, failure, and all that happens between rounds on a GPU.
+
+#include "exchange/device_exchange.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/format.h"
+#include "comm/communicator_impl.h"
+#include "exec/flag_line.h"
+#include "fanfold/error.h"
+
+namespace fanfold::exchange {
+namespace {
+
+using base::str;
+
+static_assert(sizeof(exec::DeviceSlot) == plan::kDeviceSlotBytes);
+static_assert(sizeof(exec::DeviceControl) <= plan::kDeviceControlBytes);
+static_assert(exec::kTileRows == plan::kDeviceTileRows);
+static_assert(sizeof(plan::Target) == 8 && sizeof(plan::ExpertRow) == 12);
+
+const char* name_of(exec::DevicePhase phase) noexcept {
+  switch (phase) {
+    case exec::DevicePhase::kDispatch:
+      return "dispatch";
+    case exec::DevicePhase::kCombine:
+      return "combine";
+    case exec::DevicePhase::kRelease:
+      return "release";
+    case exec::DevicePhase::kAck:
+      return "acknowledgement of a combine";
+  }
+  return "unknown";
+}
+
+}  // namespace
+
+DeviceExchange::DeviceExchange(Setup setup, base::Deadline deadline) : Exchange(std::move(setup)) {
+  // Flags must start as zeros; rows need not.
+  window_ = std::make_shared<SharedWindow>(setup_, workspace_.symmetric_bytes,
+                                           workspace_.slot_offset, deadline);
+  timeouts_.resize(slots_.size());
+  on_all_ranks([this] {
+    device_ = setup_.device_backend(setup_.config.device_index);
+    const std::int64_t rows = num_ranks() * workspace_.max_tokens_per_rank;
+    if (device_->max_tiles(rows) > workspace_.device.num_tiles) {
+      throw Unsupported(str("device_index: expected a GPU whose grids have at most ",
+                            plan::kMaxDeviceBlocks, " blocks, got one with ",
+                            device_->max_tiles(1)));
+    }
+    report_ = device_->allocate_pinned(sizeof(exec::DeviceReport));
+    const base::Mapping& mine = window_->own_control();
+    own_control_ = device_->pin(mine.data(), mine.bytes());
+    upload_words();
+  });
+  kept_ = std::make_shared<Kept>(Kept{window_->memory(), local_});
+}
+
+DeviceExchange::~DeviceExchange() {
+  // Work that is under way ends within its timeouts; the memory must outlive it.
+  if (device_ != nullptr && !is_forked_child()) device_->wait_idle();
+}
+
+std::byte* DeviceExchange::slot_base(const Slot& slot) const noexcept {
+  return window_->bases()[static_cast<std::size_t>(rank_)] + workspace_.slot_offset +
+         slot.index * workspace_.slot_stride;
+}
+
+bool DeviceExchange::owns(const void* data) const noexcept {
+  const auto* at = static_cast<const std::byte*>(data);
+  const std::vector<std::byte*>& windows = window_->bases();
+  return Exchange::owns(data) ||
+         std::any_of(windows.begin(), windows.end(), [&](const std::byte* window) {
+           return at >= window && at < window + workspace_.symmetric_bytes;
+         });
+}
+
+bool DeviceExchange::is_forked_child() const noexcept {
+  return setup_.communicator->group().is_forked_child();
+}
+
+std::int64_t DeviceExchange::num_ids_dropped_by_kernels() const noexcept {
+  if (report_.host == nullptr) return 0;
+  return static_cast<std::int64_t>(__atomic_load_n(&report().num_dropped_ids, __ATOMIC_RELAXED));
+}
+
+// --- Words that kernels read ----------------------------------------------------------------------
+
+void DeviceExchange::upload_words() {
+  // Of these regions every word must be known: what was there before could look like a count.
+  const plan::DeviceRegions& d = workspace_.device;
+  const std::vector<std::uint64_t> tiles(static_cast<std::size_t>(d.num_tiles * d.tile_stride));
+  for (const Slot& slot : slots_) {
+    device_->upload(local_at<std::byte>(slot, d.tiles_offset), tiles.data(),
+                    static_cast<std::int64_t>(tiles.size() * sizeof tiles[0]));
+  }
+  upload(d.windows_offset, window_->bases());
+  upload_mask();
+  upload_placement();
+  start_generation(setup_.config.test_knobs.first_epoch, 0);
+}
+
+void DeviceExchange::upload_mask() {
+  const std::vector<std::int32_t> is_active(active_.begin(), active_.end());
+  upload(workspace_.device.is_active_offset, is_active);
+  words_.mask_digest = mask_digest_;
+}
+
+void DeviceExchange::upload_placement() {
+  const plan::DeviceRegions& d = workspace_.device;
+  upload(d.rank_of_offset, setup_.map.rank_of);
+  upload(d.local_of_offset, setup_.map.local_of);
+  upload(d.copy_begin_offset, setup_.map.copy_begin);
+  upload(d.copies_offset, setup_.map.copies);
+  words_.placement_version = placement_version_;
+}
+
+void DeviceExchange::start_generation(std::uint64_t first_epoch, std::int64_t first_round) {
+  first_epoch_ = first_epoch;
+  first_round_ = first_round;
+  std::vector<exec::DeviceSlot> slots(slots_.size());
+  for (exec::DeviceSlot& slot : slots) slot.epoch = first_epoch - 1;
+  upload(workspace_.device.slots_offset, slots);
+  words_.generation = generation();
+  words_.has_failed = 0;
+  upload(workspace_.device.control_offset, std::vector{words_});
+  report().failure = static_cast<std::uint32_t>(exec::DeviceFailure::kNone);
+}
+
+/// Only the words that no kernel writes.
+void DeviceExchange::upload_host_words() {
+  device_->upload(shared_at<std::byte>(workspace_.device.control_offset), &words_,
+                  offsetof(exec::DeviceControl, has_failed));
+}
+
+void DeviceExchange::set_active(const std::vector<bool>& active) {
+  device_->wait_idle();
+  Exchange::set_active(active);
+  control().set_active(active);
+  upload_mask();
+  upload_host_words();
+}
+
+void DeviceExchange::set_placement(const Placement& placement, plan::ExpertMap map,
+                                   std::uint64_t config_digest, std::uint32_t version) {
+  device_->wait_idle();
+  Exchange::set_placement(placement, std::move(map), config_digest, version);
+  upload_placement();
+  upload_host_words();
+}
+
+// --- Failure --------------------------------------------------------------------------------------
+
+std::int64_t DeviceExchange::round_of_report(const exec::DeviceReport& report) const noexcept {
+  // Epochs count the rounds of a slot, whose first in this generation is the first of them that
+  // falls into it.
+  const auto num_slots = static_cast<std::int64_t>(slots_.size());
+  const std::int64_t offset =
+      (report.slot + num_slots - first_round_ % num_slots) % num_slots;
+  return first_round_ + offset + exec::round_of(report.epoch, first_epoch_) * num_slots;
+}
+
+void DeviceExchange::throw_report(exec::DeviceFailure failure) {
+  const exec::DeviceReport& told = report();
+  const auto phase = static_cast<exec::DevicePhase>(told.phase);
+  const comm::WaitFor target{static_cast<int>(told.peer), name_of(phase), round_of_report(told)};
+  switch (failure) {
+    case exec::DeviceFailure::kDiffers: {
+      const std::string difference =
+          exec::difference(exec::flag_fields(told.mine), rank_, exec::flag_fields(told.got),
+                           target.rank);
+      throw InvalidArgument(str(what(), ": ", target.phase, " of round ", target.round,
+                                " differs between ranks: ", difference,
+                                "; call reset() on every rank"));
+    }
+    case exec::DeviceFailure::kAborted:
+      control().throw_if_aborted(target);
+      break;  // only this rank's waits were ended, because a peer is gone
+    case exec::DeviceFailure::kTimeout:
+    case exec::DeviceFailure::kNone:
+      break;
+  }
+  const std::int64_t timeout = timeout_of(static_cast<int>(told.slot), phase);
+  control().throw_late(target, std::chrono::nanoseconds(timeout));
+}
+
+void DeviceExchange::throw_if_kernels_failed() {
+  // Acquire: the rest of the report was stored before.
+  const auto failure = static_cast<exec::DeviceFailure>(
+      __atomic_load_n(&report().failure, __ATOMIC_ACQUIRE));
+  if (failure != exec::DeviceFailure::kNone) throw_report(failure);
+}
+
+void DeviceExchange::check() const {
+  const comm::WaitFor nobody{rank_, "check", -1};
+  control().throw_if_aborted(nobody);
+  try {
+    control().throw_if_lost(nobody);
+  } catch (const PeerLost&) {
+    control().stop_own_waits();  // for whom would the kernels wait?
+    throw;
+  }
+}
+
+std::uint64_t DeviceExchange::reset(std::uint64_t max_epoch, base::Deadline deadline) {
+  // Work that waits for peers ends by the abort, and what it writes to them comes before their
+  // resets.
+  control().begin_reset();
+  device_->wait_idle();
+  std::vector<exec::DeviceSlot> slots(slots_.size());
+  device_->download(slots.data(), shared_at<std::byte>(workspace_.device.slots_offset),
+                    static_cast<std::int64_t>(slots.size() * sizeof slots[0]));
+  for (const exec::DeviceSlot& slot : slots) max_epoch = std::max(max_epoch, slot.epoch);
+  const std::uint64_t first = control().reset(max_epoch, deadline) + 1;
+  device_->download(&words_, shared_at<std::byte>(workspace_.device.control_offset),
+                    sizeof words_);
+  start_generation(first, static_cast<std::int64_t>(first - setup_.config.test_knobs.first_epoch));
+  return first;
+}
+
+// --- The end --------------------------------------------------------------------------------------
+
+void DeviceExchange::give_up_open_rounds() noexcept {
+  const bool is_open =
+      std::any_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.is_open(); });
+  if (is_open) control().stop_own_waits();
+}
+
+void DeviceExchange::leave() noexcept {
+  give_up_open_rounds();
+  window_->leave();
+}
+
+void DeviceExchange::close(base::Deadline deadline) {
+  device_->wait_idle();
+  kept_.reset();  // what is left of it are the callers' views
+  own_control_ = {};
+  retired_.clear();
+  window_->close(deadline);
+  local_.reset();
+}
+
+std::shared_ptr<Exchange> make_on_device(Setup setup, base::Deadline deadline) {
+  return std::make_shared<DeviceExchange>(std::move(setup), deadline);
+}
+
+}  // namespace fanfold::exchange

@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "gpu/backend.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/format.h"
+#include "fanfold/error.h"
+#include "gpu/address.h"
+#include "gpu/device_context.h"
+#include "gpu/kernels/kernels.h"
+
+namespace fanfold::gpu {
+namespace {
+
+// Every rank's process or thread may have a device of its own that reaches the memory.
+constexpr unsigned kHostAllocFlags = CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP;
+constexpr unsigned kHostRegisterFlags = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP;
+
+constexpr int kBlocksPerMultiprocessor = 2;
+
+/// A context and what it was asked to give back, which may outlive the backend.
+using SharedContext = std::shared_ptr<const DeviceContext>;
+
+template <class Free>
+void give_back(const DeviceContext& context, Free&& free) noexcept {
+  // A forked child has no driver.
+  if (context.driver().is_forked_child()) return;
+  try {
+    const DeviceContext::Current current(context);
+    (void)free(context.driver());
+  } catch (...) {  // NOLINT(bugprone-empty-catch): without the context its memory is gone as well
+  }
+}
+
+class Backend final : public exec::DeviceBackend {
+ public:
+  explicit Backend(int device)
+      : context_(std::make_shared<const DeviceContext>(device)),
+        limit_{kBlocksPerMultiprocessor *
+               context_->attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)} {}
+
+  int device() const noexcept override { return context_->device(); }
+
+  std::shared_ptr<std::byte> allocate(std::int64_t bytes) override {
+    const std::int64_t size = std::max<std::int64_t>(bytes, 1);
+    std::shared_ptr<std::byte> memory(
+        context_->allocate(size), [context = context_](std::byte* data) { context->free(data); });
+    context_->zero(memory.get(), size);
+    return memory;
+  }
+
+  exec::PinnedMemory allocate_pinned(std::int64_t bytes) override {
+    const auto size = static_cast<std::size_t>(std::max<std::int64_t>(bytes, 1));
+    const DeviceContext::Current current(*context_);
+    void* host = nullptr;
+    driver().check(driver().cuMemHostAlloc(&host, size, kHostAllocFlags),
+                   base::str("cuMemHostAlloc of ", bytes, " bytes"));
+    std::shared_ptr<std::byte> memory(
+        static_cast<std::byte*>(host), [context = context_](std::byte* data) {
+          give_back(*context, [&](const Driver& driver) { return driver.cuMemFreeHost(data); });
+        });
+    std::memset(host, 0, size);
+    return reached(std::move(memory));
+  }
+
+  exec::PinnedMemory pin(std::byte* host, std::int64_t bytes) override {
+    const DeviceContext::Current current(*context_);
+    driver().check(
+        driver().cuMemHostRegister(host, static_cast<std::size_t>(bytes), kHostRegisterFlags),
+        base::str("cuMemHostRegister of ", bytes, " bytes"));
+    return reached({host, [context = context_](std::byte* data) {
+                      give_back(*context, [&](const Driver& driver) {
+                        return driver.cuMemHostUnregister(data);
+                      });
+                    }});
+  }
+
+  void upload(std::byte* device, const void* host, std::int64_t bytes) override {
+    if (bytes > 0) context_->upload(device, host, bytes);
+  }
+
+  void download(void* host, const std::byte* device, std::int64_t bytes) override {
+    if (bytes > 0) context_->download(host, device, bytes);
+  }
+
+  bool is_capturing(exec::Stream stream) const override {
+    if (!context_->owns(handle_of(stream))) {
+      throw InvalidArgument(
+          base::str("stream: expected a CUDA stream of device ", device(), ", got another's"));
+    }
+    const DeviceContext::Current current(*context_);
+    CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+    driver().check(driver().cuStreamIsCapturing(handle_of(stream), &status), "cuStreamIsCapturing");
+    return status != CU_STREAM_CAPTURE_STATUS_NONE;
+  }
+
+  void wait(exec::Stream stream) override {
+    const DeviceContext::Current current(*context_);
+    driver().check(driver().cuStreamSynchronize(handle_of(stream)), "cuStreamSynchronize");
+  }
+
+  void wait_idle() noexcept override { context_->wait_idle(); }
+
+  void copy(std::byte* to, const std::byte* from, std::int64_t bytes,
+            exec::Stream stream) override {
+    if (bytes <= 0) return;
+    const DeviceContext::Current current(*context_);
+    driver().check(driver().cuMemcpyDtoDAsync(address_of(to), address_of(from),
+                                              static_cast<std::size_t>(bytes), handle_of(stream)),
+                   base::str("cuMemcpyDtoDAsync of ", bytes, " bytes"));
+  }
+
+  void fill(std::byte* to, int byte, std::int64_t bytes, exec::Stream stream) override {
+    if (bytes <= 0) return;
+    const DeviceContext::Current current(*context_);
+    driver().check(driver().cuMemsetD8Async(address_of(to), static_cast<unsigned char>(byte),
+                                            static_cast<std::size_t>(bytes), handle_of(stream)),
+                   base::str("cuMemsetD8Async of ", bytes, " bytes"));
+  }
+
+  void signal(const exec::DeviceSignalParams& params, exec::Stream stream) override {
+    const DeviceContext::Current current(*context_);
+    check_launch(gpu::signal(params, handle_of(stream)), "signal");
+  }
+  void dispatch_send(const exec::DeviceDispatchSendParams& params, exec::Stream stream) override {
+    launch(gpu::dispatch_send, params, stream, "dispatch_send");
+  }
+  void arrange(const exec::DeviceArrangeParams& params, exec::Stream stream) override {
+    launch(gpu::arrange, params, stream, "arrange");
+  }
+  void describe_rows(const exec::DeviceDescribeParams& params, exec::Stream stream) override {
+    launch(gpu::describe_rows, params, stream, "describe_rows");
+  }
+  void combine_send(const exec::DeviceCombineSendParams& params, exec::Stream stream) override {
+    launch(gpu::combine_send, params, stream, "combine_send");
+  }
+  void sum_rows(const exec::DeviceSumParams& params, exec::Stream stream) override {
+    launch(gpu::sum_rows, params, stream, "sum_rows");
+  }
+  void pack_rows(const exec::DevicePackParams& params, exec::Stream stream) override {
+    launch(gpu::pack_rows, params, stream, "pack_rows");
+  }
+  void sanitize(const exec::DeviceSanitizeParams& params, exec::Stream stream) override {
+    launch(gpu::sanitize, params, stream, "sanitize");
+  }
+
+  std::int64_t max_tiles(std::int64_t num_rows) const noexcept override {
+    const std::int64_t full = (num_rows + exec::kTileRows - 1) / exec::kTileRows;
+    return std::max<std::int64_t>(limit_.max_blocks, full);
+  }
+
+ private:
+  const Driver& driver() const noexcept { return context_->driver(); }
+
+  // The runtime's stream and the driver's are one type.
+  static CUstream handle_of(exec::Stream stream) noexcept { return static_cast<CUstream>(stream); }
+
+  /// Page-locked memory with the device's address of it.
+  exec::PinnedMemory reached(std::shared_ptr<std::byte> host) const {
+    CUdeviceptr address = 0;
+    driver().check(driver().cuMemHostGetDevicePointer(&address, host.get(), 0),
+                   "cuMemHostGetDevicePointer");
+    return {std::move(host), data_at(address)};
+  }
+
+  template <class Params>
+  void launch(cudaError_t (*kernel)(const Params&, GridLimit, cudaStream_t), const Params& params,
+              exec::Stream stream, const char* name) {
+    const DeviceContext::Current current(*context_);
+    check_launch(kernel(params, limit_, handle_of(stream)), name);
+  }
+
+  /// As Driver::check: the runtime numbers its errors as the driver does.
+  static void check_launch(cudaError_t error, const char* kernel) {
+    if (error == cudaSuccess) return;
+    (void)cudaGetLastError();  // the caller's next look finds none of ours
+    const std::string message = base::str("launch of ", kernel, ": ", cudaGetErrorName(error), " (",
+                                          cudaGetErrorString(error), ")");
+    if (error == cudaErrorMemoryAllocation) throw OutOfMemory(message);
+    if (error >= cudaErrorStreamCaptureUnsupported && error <= cudaErrorStreamCaptureWrongThread) {
+      throw InvalidState(message + "; expected no stream capture under way");
+    }
+    throw CudaFailure(message, static_cast<int>(error));
+  }
+
+  SharedContext context_;
+  GridLimit limit_;
+};
+
+}  // namespace
+
+std::unique_ptr<exec::DeviceBackend> make_backend(int device) {
+  return std::make_unique<Backend>(device);
+}
+
+}  // namespace fanfold::gpu

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "gpu/kernels/kernels.h"
+#include "gpu/kernels/launcher.h"
+#include "gpu/kernels/row_sums.cuh"
+
+namespace fanfold::gpu {
+namespace {
+
+constexpr int kUnits = 4;  // vectors that a lane has on their way
+
+/// Grid: any number of blocks. A warp takes parts of rows in turn; sixteen lanes pack a block of
+/// 128. It waits for no other and publishes nothing: the end of the kernel does.
+template <DType kRow>
+__global__ void __launch_bounds__(kThreads, 2)
+    pack_rows_kernel(const __grid_constant__ exec::DevicePackParams p) {
+  grid_dependency_wait();
+  const bool power_of_two = p.wire_scale == WireScale::kUe8m0;
+  const std::int64_t scales_bytes = plan::num_wire_blocks(p.hidden) * plan::size_of(p.wire_scale);
+  const RowFormat format = {static_cast<int>(p.hidden), 0, power_of_two};
+  const Shares shares = shares_of<kUnits>(p.num_rows, p.hidden);
+  for (std::int64_t item = grid_warp(); item < p.num_rows * shares.num_parts;
+       item += num_grid_warps()) {
+    const std::int64_t row = item / shares.num_parts;
+    const int first = static_cast<int>(item % shares.num_parts) * shares.part_columns;
+    const std::byte* const from = p.rows + row * p.row_stride_bytes;
+    move_columns<kRow, kUnits, false>(
+        from, p.hidden % kVector == 0 && is_aligned<kRow>(from), first, first + shares.part_columns,
+        format,
+        packed_destination(p.packed + row * p.hidden, p.scales + row * scales_bytes, format));
+  }
+  grid_dependency_launch();
+}
+
+template <DType kRow>
+cudaError_t launch_for(const exec::DevicePackParams& params, GridLimit limit, cudaStream_t stream) {
+  return launch_blocks("pack_rows", pack_rows_kernel<kRow>,
+                       num_blocks_for<kUnits>(params.num_rows, params.hidden, limit.max_blocks), 0,
+                       stream, params);
+}
+
+}  // namespace
+
+cudaError_t pack_rows(const exec::DevicePackParams& params, GridLimit limit, cudaStream_t stream) {
+  if (params.dtype == DType::kBFloat16) return launch_for<DType::kBFloat16>(params, limit, stream);
+  if (params.dtype == DType::kFloat16) return launch_for<DType::kFloat16>(params, limit, stream);
+  return launch_for<DType::kFloat32>(params, limit, stream);
+}
+
+}  // namespace fanfold::gpu
