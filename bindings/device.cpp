@@ -43,7 +43,7 @@ std::optional<int> to_gpu(nb::handle device) {
   if (is_good) {
     const char* const end = name.data() + name.size();
     const auto parsed = std::from_chars(name.data() + prefix.size() + 1, end, index);
-    is_good = parsed.ec == std::errc() && parsed.ptr == end;
+    is_good = parsed.ec == std::errc() && parsed.ptr == end && index >= 0;
   }
   if (!is_good) throw InvalidArgument("device: expected cpu, cuda or cuda:N, got '" + name + "'");
   return index;

@@ -140,6 +140,9 @@ void bind_received(nb::module_& m) {
       .def_prop_ro("is_open", [](const BoundReceived& self) { return self.core.is_open(); })
       .def_prop_ro("round_max_tokens",
                    [](const BoundReceived& self) { return self.core.round_max_tokens(); })
+      .def_prop_ro(
+          "num_tokens", [](const BoundReceived& self) { return self.core.num_tokens(); },
+          "T of this rank; on a GPU the rows that dispatch was given.")
       .def(
           "host_counts",
           [](const BoundReceived& self) {

@@ -165,6 +165,9 @@ void configure(int devices, std::uint64_t seed, int resident_blocks, bool shuffl
   config.preempt = preempt;
   config.stale = stale;
   config.host_threads = host_threads;
+  // The library's own deadlines end waits before the simulator does.
+  config.deadlock_ns = 600'000'000'000;
+  config.wall_limit_s = 60;
   const nogil released;
   cudasim::configure(config);
 }
