@@ -6,6 +6,7 @@
 #include <limits>
 #include <utility>
 
+#include "fanfold/error.h"
 #include "gtest/gtest.h"
 #include "support/number_codec.h"
 #include "support/random_bits.h"
@@ -196,7 +197,12 @@ RoundRun::RoundRun(AllToAll& all_to_all, RoundPlan plan)
 void RoundRun::synchronize() const {
   if (!is_on_gpu()) return;
   test_device()->synchronize(all_to_all_.config().device_index, stream_.get());
-  all_to_all_.check();
+  try {
+    all_to_all_.check();
+  } catch (const PeerLost& lost) {
+    // A peer may be through with its last round and gone; what kernels missed is told otherwise.
+    if (std::string(lost.what()).find(": check: ") == std::string::npos) throw;
+  }
 }
 
 void RoundRun::place(TensorBuffer& buffer) const {

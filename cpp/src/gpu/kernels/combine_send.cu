@@ -153,7 +153,9 @@ __global__ void __launch_bounds__(kThreads, 2)
       stage<kY>(p, part, is_vector);
     }
   }
-  grid_dependency_launch();
+  // Not where peers are waited for: where several ranks share a device, blocks of this rank's next
+  // kernel would take the place of the kernels that it waits for.
+  if (!p.waits) grid_dependency_launch();
   if (!is_last_block(slot)) return;
   if (!has(Fault::kCombineCountersStay)) reset_counters(slot);
   if (!has(Fault::kAnnouncesFirst)) {
