@@ -36,6 +36,11 @@ AllToAllConfig resolved(const Change& change) {
 /// One change of each field that ranks must share.
 std::map<std::string, Change> shared_fields() {
   return {
+      {"device",
+       [](AllToAllConfig& c) {
+         c.device = DeviceType::kGpu;
+         c.layout = Layout::kExpertMajor;
+       }},
       {"num_experts", [](AllToAllConfig& c) { c.num_experts = 9; }},
       {"top_k", [](AllToAllConfig& c) { c.top_k = 3; }},
       {"max_tokens_per_rank", [](AllToAllConfig& c) { c.max_tokens_per_rank = 17; }},

@@ -18,7 +18,8 @@ inline cudasim::Config devices_for(int num_ranks, int num_gpus) {
   cudasim::Config config;
   config.devices = num_gpus;
   config.host_threads = num_ranks;
-  config.resident_blocks = 4;
+  // One block of each rank may wait for peers, and somebody must get on. Few, since they are slow.
+  config.resident_blocks = 1 + (num_ranks + num_gpus - 1) / num_gpus;
   return config;
 }
 

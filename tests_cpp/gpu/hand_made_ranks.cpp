@@ -4,27 +4,17 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <limits>
+#include <initializer_list>
 
 #include "fanfold/tensor_view.h"
-#include "support/random_bits.h"
+#include "gpu/hand_made_rank.h"
 
 namespace fanfold::testing {
 namespace {
 
-constexpr std::int64_t kGap = 256;  // red zone between parts
 constexpr int kSlotIndex = 1;
 constexpr std::uint32_t kGeneration = 3;
-constexpr std::int32_t kInvalid = -7;
 constexpr std::int64_t kMaxTiles = 64;
-
-void check(cudaError_t error) { ASSERT_EQ(error, cudaSuccess) << cudaGetErrorString(error); }
-
-std::byte payload_byte(int rank, std::int64_t token, std::size_t payload, std::int64_t at) {
-  return static_cast<std::byte>(mix(static_cast<std::uint64_t>(rank),
-                                    static_cast<std::uint64_t>(token), payload,
-                                    static_cast<std::uint64_t>(at)));
-}
 
 std::int32_t unit_of(std::initializer_list<std::uint64_t> numbers) {
   std::int32_t unit = 16;
@@ -62,104 +52,7 @@ std::vector<std::byte> encoded(DType dtype, const std::vector<std::int64_t>& ids
   }
 }
 
-template <typename T>
-std::vector<T> read(const T* memory, std::int64_t count) {
-  std::vector<T> values(static_cast<std::size_t>(count));
-  check(cudaMemcpy(values.data(), memory, values.size() * sizeof(T), cudaMemcpyDefault));
-  return values;
-}
-
 }  // namespace
-
-/// One rank's memory, on its device.
-struct HandMadeRanks::Rank {
-  explicit Rank(int ordinal) : device(ordinal) { check(cudaSetDevice(device)); }
-  ~Rank() {
-    cudaSetDevice(device);
-    for (void* const memory : owned) EXPECT_EQ(cudaFree(memory), cudaSuccess);
-    for (void* const memory : pinned) EXPECT_EQ(cudaFreeHost(memory), cudaSuccess);
-    EXPECT_EQ(cudaStreamDestroy(stream), cudaSuccess);
-  }
-  Rank(const Rank&) = delete;
-  Rank& operator=(const Rank&) = delete;
-
-  /// Memory that nobody has written.
-  template <typename T>
-  T* take(std::int64_t count, const char* name) {
-    void* memory = nullptr;
-    const auto bytes = static_cast<std::size_t>(std::max<std::int64_t>(count, 1)) * sizeof(T);
-    check(cudaMalloc(&memory, bytes + kGap));
-    owned.push_back(memory);
-    cudasim::annotate(memory, bytes, name);
-    return static_cast<T*>(memory);
-  }
-  template <typename T>
-  T* zeros(std::int64_t count, const char* name) {
-    T* const memory = take<T>(count, name);
-    check(cudaMemset(memory, 0, static_cast<std::size_t>(count) * sizeof(T)));
-    return memory;
-  }
-  template <typename T>
-  T* put(const std::vector<T>& values, const char* name) {
-    T* const memory = take<T>(static_cast<std::int64_t>(values.size()), name);
-    check(cudaMemcpy(memory, values.data(), values.size() * sizeof(T), cudaMemcpyDefault));
-    return memory;
-  }
-  template <typename T>
-  T* pin() {
-    void* memory = nullptr;
-    check(cudaHostAlloc(&memory, sizeof(T), cudaHostAllocDefault));
-    pinned.push_back(memory);
-    return new (memory) T{};
-  }
-
-  int device;
-  cudaStream_t stream = nullptr;
-  std::vector<void*> owned;
-  std::vector<void*> pinned;
-
-  std::byte* window = nullptr;
-  std::byte** windows = nullptr;  // [R]
-  std::int32_t* rank_of = nullptr;
-  std::int32_t* local_of = nullptr;
-  std::int32_t* copy_begin = nullptr;
-  std::int32_t* copies = nullptr;
-  std::int32_t* is_active = nullptr;
-  exec::DeviceControl* control = nullptr;
-  exec::DeviceSlot* slot = nullptr;
-  exec::DeviceReport* report = nullptr;
-  std::uint32_t* abort_word = nullptr;
-  exec::TileWords tiles = {};
-  // Kept for the combine, and for rounds along this routing.
-  std::int32_t* sent_ids = nullptr;
-  float* sent_weights = nullptr;
-  plan::Target* targets = nullptr;
-  std::int32_t* rows_per_rank = nullptr;
-  std::int32_t* routed_ids = nullptr;
-  float* routed_weights = nullptr;
-  std::int32_t* routed_tokens = nullptr;
-  // Counts.
-  std::int32_t* rank_counts = nullptr;
-  std::int32_t* token_counts = nullptr;
-  std::int32_t* num_rows = nullptr;
-  // Layout per expert.
-  std::int32_t* expert_counts = nullptr;
-  std::int32_t* offsets = nullptr;
-  plan::ExpertRow* pairs = nullptr;
-  float* expert_weights = nullptr;
-  std::vector<std::byte*> expanded;
-  std::int32_t* source_rank = nullptr;
-  std::int32_t* source_token = nullptr;
-  // This round's inputs.
-  std::byte* topk_ids = nullptr;
-  std::int64_t ids_stride = 0;
-  float* topk_weights = nullptr;
-  std::int64_t weights_stride = 0;
-  std::vector<std::byte*> payloads;
-  std::int32_t* word = nullptr;
-  std::int64_t num_given = 0;
-  std::uint64_t num_dropped = 0;  // since creation
-};
 
 HandMadeRanks::HandMadeRanks(const RanksSpec& spec, cudasim::Config config, bool slices)
     : spec_(spec), slices_(slices), active_(spec.active) {
@@ -478,7 +371,7 @@ cudaStream_t HandMadeRanks::stream(int rank) const {
   return ranks_[static_cast<std::size_t>(rank)]->stream;
 }
 
-void HandMadeRanks::sync() {
+void HandMadeRanks::sync() const {
   for (int r = 0; r < spec_.num_ranks; ++r) check(cudaStreamSynchronize(stream(r)));
 }
 
@@ -525,196 +418,6 @@ void HandMadeRanks::run(const RoundSpec& round) {
     if (is_active(r)) compare(r);
   }
   expect_no_reports();
-}
-
-void HandMadeRanks::compare(int r) const {
-  SCOPED_TRACE("rank " + std::to_string(r));
-  check(cudaSetDevice(r));
-  ASSERT_EQ(report(r).failure, 0U);
-  const exec::DeviceSlot slot = this->slot(r);
-  EXPECT_EQ(slot.epoch, epoch_);
-  EXPECT_EQ(slot.num_combines, 0U);
-  EXPECT_EQ(slot.num_tokens, plans_[static_cast<std::size_t>(r)].num_tokens);
-  EXPECT_EQ(slot.next_tile, 0U);
-  EXPECT_EQ(slot.num_done, 0U);
-  compare_sent(r);
-  compare_received(r);
-  if (round_.is_expert_major) compare_experts(r);
-}
-
-void HandMadeRanks::compare_sent(int r) const {
-  const Rank& rank = *ranks_[static_cast<std::size_t>(r)];
-  const plan::SendPlan& plan = plans_[static_cast<std::size_t>(r)];
-  const std::int64_t per_token = std::min(spec_.top_k, spec_.num_ranks);
-  EXPECT_EQ(read(rank.rows_per_rank, spec_.num_ranks), plan.rows_per_rank);
-  EXPECT_EQ(read(rank.sent_ids, plan.num_tokens * spec_.top_k), plan.ids);
-  EXPECT_EQ(report(r).num_dropped_ids, rank.num_dropped);
-  EXPECT_EQ(control(r).num_dropped_ids, rank.num_dropped);
-  const std::vector<plan::Target> targets = read(rank.targets, plan.num_tokens * per_token);
-  for (std::int64_t token = 0; token < plan.num_tokens; ++token) {
-    const auto at = static_cast<std::size_t>(token);
-    const std::int64_t num = plan.target_begin[at + 1] - plan.target_begin[at];
-    for (std::int64_t i = 0; i < num; ++i) {
-      const plan::Target& got = targets[static_cast<std::size_t>(token * per_token + i)];
-      const plan::Target& want = plan.targets[static_cast<std::size_t>(plan.target_begin[at] + i)];
-      ASSERT_EQ(got.rank, want.rank) << "token " << token << " target " << i;
-      ASSERT_EQ(got.row, want.row) << "token " << token << " target " << i;
-    }
-    if (num < per_token) {
-      ASSERT_EQ(targets[static_cast<std::size_t>(token * per_token + num)].rank, -1);
-    }
-  }
-  if (spec_.has_weights && round_.keeps_weights && !round_.is_routed) {
-    std::vector<float> want = round_.tokens[static_cast<std::size_t>(r)].topk_weights;
-    want.resize(static_cast<std::size_t>(plan.num_tokens * spec_.top_k));
-    EXPECT_EQ(read(rank.sent_weights, plan.num_tokens * spec_.top_k), want);
-  }
-}
-
-void HandMadeRanks::compare_received(int r) const {
-  const Rank& rank = *ranks_[static_cast<std::size_t>(r)];
-  const std::byte* const store = rank.window + store_offset_;
-  const std::int64_t m = round_.round_max_tokens;
-  const std::int64_t top_k = spec_.top_k;
-  const std::int64_t num_rows = spec_.num_ranks * m;
-  const auto tokens = read(reinterpret_cast<const std::int32_t*>(store + tokens_offset_), num_rows);
-  const auto ids =
-      read(reinterpret_cast<const std::int32_t*>(store + ids_offset_), num_rows * top_k);
-  const auto weights =
-      read(reinterpret_cast<const float*>(store + weights_offset_), num_rows * top_k);
-  std::vector<std::vector<std::byte>> payloads;
-  for (std::size_t i = 0; i < spec_.row_bytes.size(); ++i) {
-    payloads.push_back(read(store + payload_offsets_[i], num_rows * spec_.row_bytes[i]));
-  }
-  const auto source_rank = read(rank.source_rank, num_rows);
-  const auto source_token = read(rank.source_token, num_rows);
-  const auto rank_counts = read(rank.rank_counts, spec_.num_ranks);
-  const auto token_counts = read(rank.token_counts, spec_.num_ranks);
-  std::int32_t total = 0;
-  for (int source = 0; source < spec_.num_ranks; ++source) {
-    const auto s = static_cast<std::size_t>(source);
-    const plan::SendPlan& plan = plans_[s];
-    const std::int32_t num =
-        is_active(source) ? plan.rows_per_rank[static_cast<std::size_t>(r)] : 0;
-    total += num;
-    EXPECT_EQ(rank_counts[s], num) << "from " << source;
-    EXPECT_EQ(token_counts[s], is_active(source) ? plan.num_tokens : 0) << "of " << source;
-    for (std::int64_t i = 0; i < m; ++i) {
-      const std::int64_t row = source * m + i;
-      const auto at = static_cast<std::size_t>(row);
-      const auto first = static_cast<std::size_t>(row * top_k);
-      if (i >= num) {
-        for (std::int64_t k = 0; k < top_k; ++k) {
-          ASSERT_EQ(ids[first + static_cast<std::size_t>(k)], kInvalid) << "row " << row;
-        }
-        if (!round_.is_expert_major) {
-          ASSERT_EQ(source_token[at], -1) << "row " << row;
-        }
-        continue;
-      }
-      const std::int32_t token = plan.tokens_for(r)[i];
-      ASSERT_EQ(tokens[at], token) << "row " << row;
-      if (!round_.is_expert_major) {
-        ASSERT_EQ(source_rank[at], source) << "row " << row;
-        ASSERT_EQ(source_token[at], token) << "row " << row;
-      }
-      for (std::int64_t k = 0; k < top_k; ++k) {
-        const std::size_t column = first + static_cast<std::size_t>(k);
-        ASSERT_EQ(ids[column], plan.ids_of(token)[k]) << "row " << row;
-        if (!spec_.has_weights) continue;
-        ASSERT_EQ(weights[column],
-                  round_.tokens[s].topk_weights[static_cast<std::size_t>(token * top_k + k)])
-            << "row " << row;
-      }
-      for (std::size_t p = 0; p < payloads.size(); ++p) {
-        for (std::int64_t b = 0; b < spec_.row_bytes[p]; ++b) {
-          ASSERT_EQ(payloads[p][static_cast<std::size_t>(row * spec_.row_bytes[p] + b)],
-                    payload_byte(source, token + static_cast<std::int64_t>(epoch_) * 100, p, b))
-              << "row " << row << " payload " << p << " byte " << b;
-        }
-      }
-    }
-  }
-  EXPECT_EQ(read(rank.num_rows, 1)[0], total);
-}
-
-void HandMadeRanks::compare_experts(int r) const {
-  const Rank& rank = *ranks_[static_cast<std::size_t>(r)];
-  const std::byte* const store = rank.window + store_offset_;
-  const std::int64_t m = round_.round_max_tokens;
-  const std::int64_t num_rows = spec_.num_ranks * m;
-  const auto num_local =
-      static_cast<std::int64_t>(map_.experts_of[static_cast<std::size_t>(r)].size());
-  const auto ids =
-      read(reinterpret_cast<const std::int32_t*>(store + ids_offset_), num_rows * spec_.top_k);
-  const auto weights =
-      read(reinterpret_cast<const float*>(store + weights_offset_), num_rows * spec_.top_k);
-  const auto rank_counts = read(rank.rank_counts, spec_.num_ranks);
-  std::vector<plan::SourceRows> sources;
-  for (int source = 0; source < spec_.num_ranks; ++source) {
-    const std::int64_t first = source * m * spec_.top_k;
-    sources.push_back({ids.data() + first, spec_.has_weights ? weights.data() + first : nullptr,
-                       rank_counts[static_cast<std::size_t>(source)]});
-  }
-  std::vector<std::int32_t> counts(static_cast<std::size_t>(num_local));
-  plan::ExpertRows want;
-  plan::build_expert_rows(sources, map_, r, spec_.top_k, counts.data(), want);
-  EXPECT_EQ(read(rank.expert_counts, num_local), counts);
-  std::vector<std::int32_t> offsets{0};
-  for (const std::int32_t count : counts) offsets.push_back(offsets.back() + count);
-  EXPECT_EQ(read(rank.offsets, num_local + 1), offsets);
-
-  const std::int64_t max_pairs = std::min(spec_.top_k, map_.max_local_experts);
-  const auto pairs = read(rank.pairs, num_rows * max_pairs);
-  const auto expert_weights = read(rank.expert_weights, num_local * num_rows);
-  const auto source_rank = read(rank.source_rank, num_local * num_rows);
-  const auto source_token = read(rank.source_token, num_local * num_rows);
-  std::vector<std::vector<std::byte>> expanded;
-  for (std::size_t p = 0; p < spec_.row_bytes.size(); ++p) {
-    expanded.push_back(read(rank.expanded[p], num_local * num_rows * spec_.row_bytes[p]));
-  }
-  std::size_t row = 0;
-  for (int source = 0; source < spec_.num_ranks; ++source) {
-    for (std::int64_t i = 0; i < rank_counts[static_cast<std::size_t>(source)]; ++i, ++row) {
-      const std::int64_t first = (source * m + i) * max_pairs;
-      const std::int64_t num = want.begin[row + 1] - want.begin[row];
-      const std::int32_t token = plans_[static_cast<std::size_t>(source)].tokens_for(r)[i];
-      for (std::int64_t n = 0; n < num; ++n) {
-        const plan::ExpertRow& pair = want.rows[static_cast<std::size_t>(want.begin[row] + n)];
-        const plan::ExpertRow& got = pairs[static_cast<std::size_t>(first + n)];
-        ASSERT_EQ(got.local_expert, pair.local_expert) << "row " << row << " pair " << n;
-        ASSERT_EQ(got.position, pair.position) << "row " << row << " pair " << n;
-        ASSERT_EQ(got.weight, pair.weight) << "row " << row << " pair " << n;
-        const std::int64_t at = pair.local_expert * num_rows + pair.position;
-        if (spec_.has_weights) {
-          ASSERT_EQ(expert_weights[static_cast<std::size_t>(at)], pair.weight);
-        }
-        ASSERT_EQ(source_rank[static_cast<std::size_t>(at)], source);
-        ASSERT_EQ(source_token[static_cast<std::size_t>(at)], token);
-        for (std::size_t p = 0; p < expanded.size(); ++p) {
-          for (std::int64_t b = 0; b < spec_.row_bytes[p]; ++b) {
-            ASSERT_EQ(expanded[p][static_cast<std::size_t>(at * spec_.row_bytes[p] + b)],
-                      payload_byte(source, token + static_cast<std::int64_t>(epoch_) * 100, p, b))
-                << "row " << row << " payload " << p << " byte " << b;
-          }
-        }
-      }
-      if (num < max_pairs) {
-        ASSERT_EQ(pairs[static_cast<std::size_t>(first + num)].local_expert, -1) << "row " << row;
-      }
-    }
-  }
-  for (std::int64_t expert = 0; expert < num_local; ++expert) {
-    for (std::int64_t i = counts[static_cast<std::size_t>(expert)]; i < num_rows; ++i) {
-      ASSERT_EQ(source_token[static_cast<std::size_t>(expert * num_rows + i)], -1);
-    }
-  }
-}
-
-void expect_no_reports() {
-  for (const cudasim::Report& report : cudasim::reports()) {
-    ADD_FAILURE() << report.kind << ": " << report.text;
-  }
 }
 
 }  // namespace fanfold::testing

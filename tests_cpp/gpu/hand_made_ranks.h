@@ -72,7 +72,7 @@ class HandMadeRanks {
   exec::DeviceDescribeParams describe_params(int rank) const;
   /// Makes the rank's device the current one.
   cudaStream_t stream(int rank) const;
-  void sync();
+  void sync() const;
   exec::DeviceReport& report(int rank) const;
   std::uint32_t& abort_word(int rank) const;
   exec::DeviceSlot slot(int rank) const;

@@ -107,6 +107,7 @@ struct WorkspaceCase {
                        std::to_string(config.expert_alignment);
     if (config.max_recv_rows) text += ", at most " + std::to_string(*config.max_recv_rows);
     if (config.combine_wire != Wire::kNone) text += ", wires";
+    if (config.device == DeviceType::kGpu) text += ", on a GPU";
     return text;
   }
 };
@@ -177,6 +178,20 @@ inline void add_local_slot(const WorkspaceCase& c, const Workspace& w, int slot,
     add("packed rows", w.local_wire_offset, tokens * c.dispatch_row_bytes);
     add("scales", w.local_wire_scales_offset, tokens * ((c.dispatch_row_bytes + 127) / 128) * 4);
   }
+  if (c.config.device != DeviceType::kGpu) return;
+  const DeviceRegions& d = w.device;
+  const std::int64_t sent = c.config.max_tokens_per_rank;
+  const std::int64_t top_k = c.config.top_k;
+  const bool is_origin = c.config.weighting == Weighting::kOrigin;
+  add("sent ids", d.sent_ids_offset, sent * top_k * 4);
+  add("sent weights", d.sent_weights_offset, is_origin ? sent * top_k * 4 : 0);
+  add("targets", d.targets_offset, sent * std::min<std::int64_t>(top_k, c.num_ranks) * 8);
+  add("rows per rank", d.rows_per_rank_offset, c.num_ranks * 4);
+  const std::int64_t pairs = c.tokens() * std::min<std::int64_t>(top_k, c.max_local_experts);
+  add("pairs", d.pairs_offset, c.by_expert() ? pairs * 12 : 0);
+  // Tiles of up to 32 rows, or as many as blocks; a word for each rank or expert.
+  const std::int64_t tiles = std::max<std::int64_t>(1024, (c.tokens() + 31) / 32);
+  add("tiles", d.tiles_offset, tiles * std::max(c.num_ranks, c.max_local_experts) * 8);
 }
 
 inline std::vector<Region> private_regions(const WorkspaceCase& c, const Workspace& w) {
@@ -184,6 +199,18 @@ inline std::vector<Region> private_regions(const WorkspaceCase& c, const Workspa
   for (int slot = 0; slot < c.config.max_in_flight; ++slot) {
     if (c.is_private()) add_slot(c, w, slot, regions);
     add_local_slot(c, w, slot, regions);
+  }
+  if (c.config.device == DeviceType::kGpu) {
+    const DeviceRegions& d = w.device;
+    const std::int64_t experts = c.config.num_experts;
+    regions.push_back({"slots", d.slots_offset, c.config.max_in_flight * 128});
+    regions.push_back({"control words", d.control_offset, 128});
+    regions.push_back({"windows", d.windows_offset, c.num_ranks * 8});
+    regions.push_back({"rank_of", d.rank_of_offset, experts * 4});
+    regions.push_back({"local_of", d.local_of_offset, experts * 4});
+    regions.push_back({"copy_begin", d.copy_begin_offset, (experts + 1) * 4});
+    regions.push_back({"copies", d.copies_offset, experts * 4});
+    regions.push_back({"is_active", d.is_active_offset, c.num_ranks * 4});
   }
   if (!c.is_private()) return regions;
   regions.push_back({"scratch", w.local_scratch_offset, w.local_scratch_bytes});
@@ -243,6 +270,12 @@ inline void for_each_limit(WorkspaceCase& c, const std::function<void()>& visit)
   }
 }
 
+/// Whether a GPU has it.
+inline bool runs_on_gpu(const WorkspaceCase& c) {
+  return c.is_window() &&
+         (c.config.layout == Layout::kRankMajor || c.config.layout == Layout::kExpertMajor);
+}
+
 /// Calls `visit` for every pairing of strategy, layout and weighting that exists.
 inline void for_each_layout(WorkspaceCase& c, const std::function<void()>& visit) {
   for (const Strategy strategy : kStrategies) {
@@ -256,6 +289,11 @@ inline void for_each_layout(WorkspaceCase& c, const std::function<void()>& visit
         if (!is_per_expert(layout) && weighting != Weighting::kApplied) continue;
         c.config.weighting = weighting;
         for_each_limit(c, visit);
+        if (runs_on_gpu(c)) {
+          c.config.device = DeviceType::kGpu;
+          for_each_limit(c, visit);
+          c.config.device = DeviceType::kCpu;
+        }
         if (::testing::Test::HasFailure()) return;
       }
     }

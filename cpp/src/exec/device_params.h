@@ -23,6 +23,7 @@ constexpr int kMaxDevicePayloads = 17;  // AllToAll::kMaxPayloads and the scales
 constexpr int kMaxDeviceTopK = 128;
 constexpr int kMaxDeviceRanks = 256;
 constexpr std::int64_t kMaxDeviceRows = std::int64_t{1} << 28;  // R * M and the rows of an expert
+constexpr std::int64_t kMaxDeviceHidden = std::int64_t{1} << 30;
 
 /// What a wait was for, when it failed.
 enum class DevicePhase : std::uint32_t { kDispatch, kCombine, kRelease, kAck };

@@ -29,7 +29,7 @@ struct TileRows {
 
 /// Bytes of TileRows' first four arrays.
 constexpr std::size_t shared_bytes(const Params& p, int rows) {
-  const auto per_row = static_cast<std::size_t>((p.round.top_k + p.max_pairs) * 5);
+  const auto per_row = static_cast<std::size_t>(p.round.top_k + p.max_pairs) * 5;
   return per_row * static_cast<std::size_t>(rows);
 }
 
@@ -153,7 +153,7 @@ __device__ inline float weight_of(const Params& p, const TileRows& rows, int row
   if (all == nullptr) return 1.0F;
   const int top_k = p.round.top_k;
   const float* const weights = all + std::int64_t{rows.row_at[row]} * top_k;
-  const std::int32_t* const experts = rows.experts + row * top_k;
+  const std::int32_t* const experts = &rows.experts[row * top_k];
   float sum = weights[k];
   if (has(Fault::kWeightOfFirst)) return sum;
   for (int i = k + 1; i < top_k; ++i) {
@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(kThreads, 2) arrange_kernel(const __grid_const
   if (p.expert_counts == nullptr) return;
   find_starts(p, starts);
   const std::int32_t num_rows = starts.of[p.round.num_ranks];
-  const int most_rows = tile_rows(num_rows, gridDim.x);
+  const std::int64_t most_rows = tile_rows(num_rows, gridDim.x);
   std::int32_t* const positions = memory + most_rows * p.round.top_k;
   auto* const first_columns = reinterpret_cast<std::uint8_t*>(positions + most_rows * p.max_pairs);
   const TileRows rows{memory,

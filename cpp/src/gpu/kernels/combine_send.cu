@@ -153,9 +153,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       stage<kY>(p, part, is_vector);
     }
   }
-  // Not where peers are waited for: where several ranks share a device, blocks of this rank's next
-  // kernel would take the place of the kernels that it waits for.
-  if (!p.waits) grid_dependency_launch();
+  // While the last block waits, the next kernel's blocks would take the room of those waited for.
+  if (!p.waits || has(Fault::kLaunchesWhileWaiting)) grid_dependency_launch();
   if (!is_last_block(slot)) return;
   if (!has(Fault::kCombineCountersStay)) reset_counters(slot);
   if (!has(Fault::kAnnouncesFirst)) {

@@ -28,7 +28,8 @@ __host__ __device__ constexpr int max_targets(const Params& p) {
 
 /// Bytes of TileRows' first three arrays.
 constexpr std::size_t shared_bytes(const Params& p, int rows) {
-  const auto per_row = static_cast<std::size_t>(p.round.top_k * 6 + max_targets(p) * 4);
+  const auto per_row =
+      static_cast<std::size_t>(p.round.top_k) * 6 + static_cast<std::size_t>(max_targets(p)) * 4;
   return per_row * static_cast<std::size_t>(rows);
 }
 
@@ -239,7 +240,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     num_tokens = has(Fault::kTokensOfWord) ? wanted : max(0, min(wanted, num_tokens));
   }
   const std::uint64_t tag = tile_tag(epoch, p.round.control->generation, TileUse::kDispatch);
-  const int most_rows = tile_rows(num_tokens, gridDim.x);
+  const std::int64_t most_rows = tile_rows(num_tokens, gridDim.x);
   std::int32_t* const places = memory + most_rows * p.round.top_k;
   auto* const ranks = reinterpret_cast<std::int16_t*>(places + most_rows * max_targets(p));
   const TileRows rows{memory, places, ranks, num_targets.of};

@@ -23,7 +23,7 @@ enum class Fault : int {
   kSkipsLastPeer,         // the last peer is not waited for
   kEpochBeforeWords,      // the epoch is stored before the words of the line
   // tiles.cuh
-  kNoBarrierBetweenTiles,  // a tile is begun while threads still read the one before
+  kNoBarrierBetweenTiles,  // a tile is begun while threads still work at the one before
   kTagWithoutEpoch,        // counts of earlier rounds are taken for this round's
   kLooksBackOnce,          // only the 32 tiles before are added
   kNoBarrierBeforeBallot,  // columns of rows are read while they are written
@@ -50,12 +50,13 @@ enum class Fault : int {
   // sanitize.cu
   kSanitizesLastRow,  // the last row with a token is taken for padding
   // combine_send.cu
-  kSendsOneRowLess,      // the last received row is left out
-  kSendsToNextRow,       // rows go one row too far
-  kAnnouncesFirst,       // the first block announces, whatever the others do
-  kCombineCountersStay,  // the counters are not reset
-  kCombineDoesNotWait,   // the peers' flags are not waited for
-  kListNotReady,         // lanes read the list of rows without having met its writers
+  kSendsOneRowLess,       // the last received row is left out
+  kSendsToNextRow,        // rows go one row too far
+  kAnnouncesFirst,        // the first block announces, whatever the others do
+  kCombineCountersStay,   // the counters are not reset
+  kCombineDoesNotWait,    // the peers' flags are not waited for
+  kListNotReady,          // lanes read the list of rows without having met its writers
+  kLaunchesWhileWaiting,  // the next kernel's blocks come while the last block waits
   // sum_rows.cu
   kSkipsLastTarget,    // the last row of a token is not added
   kAddsBackwards,      // rows are added in the order of falling ranks

@@ -5,7 +5,7 @@
 // that of base/float_convert.h and base/fp8.h: subnormals stay, ties go to even. NaN stays NaN.
 //
 // Vectors are eight numbers of a row that begin where they can be loaded at once: the row's first
-// byte lies on 16 bytes (FP8: on 8).
+// byte lies on 16 bytes (FP8: on 4).
 
 #include <cstddef>
 #include <cstdint>
@@ -170,10 +170,19 @@ struct Vector<DType::kFloat8E4M3> {
   float scale;
 };
 
+/// Eight bytes that lie on 4: rows of FP8 end with their scales, often in the middle of eight.
+__device__ inline std::uint64_t load_bytes(const std::byte* at) {
+  if (reinterpret_cast<std::uintptr_t>(at) % 8 == 0) {
+    return *reinterpret_cast<const std::uint64_t*>(at);
+  }
+  const auto* const words = reinterpret_cast<const std::uint32_t*>(at);
+  return words[0] | (std::uint64_t{words[1]} << 32);
+}
+
 /// Whether vectors of the row can be loaded.
 template <DType kType>
 __device__ bool is_aligned(const std::byte* row) {
-  constexpr std::uintptr_t kBytes = kType == DType::kFloat8E4M3 ? 8 : 16;
+  constexpr std::uintptr_t kBytes = kType == DType::kFloat8E4M3 ? 4 : 16;
   return reinterpret_cast<std::uintptr_t>(row) % kBytes == 0;
 }
 
@@ -183,7 +192,7 @@ __device__ Vector<kType> load_vector(const std::byte* row, int column, const Row
   if constexpr (kType == DType::kFloat32) {
     return {ld16(at), ld16(at + 16)};
   } else if constexpr (kType == DType::kFloat8E4M3) {
-    return {*reinterpret_cast<const std::uint64_t*>(at),
+    return {load_bytes(at),
             load_scale(row + format.scales_offset, column / kBlock, format.power_of_two)};
   } else {
     return {ld16(at)};
@@ -295,8 +304,14 @@ __device__ inline void pack_vector(std::byte* packed, std::byte* scales, int col
     bytes |= std::uint64_t{e4m3_from(quotient)} << (8 * i);
   }
   std::byte* const at = packed + column;
-  if (reinterpret_cast<std::uintptr_t>(at) % kVector == 0 && column + kVector <= format.hidden) {
-    *reinterpret_cast<std::uint64_t*>(at) = bytes;
+  const auto address = reinterpret_cast<std::uintptr_t>(at);
+  if (column + kVector <= format.hidden && address % 4 == 0) {
+    if (address % 8 == 0) {
+      *reinterpret_cast<std::uint64_t*>(at) = bytes;
+    } else {
+      reinterpret_cast<std::uint32_t*>(at)[0] = static_cast<std::uint32_t>(bytes);
+      reinterpret_cast<std::uint32_t*>(at)[1] = static_cast<std::uint32_t>(bytes >> 32);
+    }
     return;
   }
   for (int i = 0; i < kVector && column + i < format.hidden; ++i) {

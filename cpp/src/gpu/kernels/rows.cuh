@@ -49,6 +49,7 @@ __device__ inline void copy_units(const std::byte* from, std::byte* to, int num_
     }
     for (int place = 0; place < num_places; ++place) {
       const auto address = __shfl_sync(0xffffffffU, reinterpret_cast<std::uintptr_t>(to), place);
+      // NOLINTNEXTLINE(performance-no-int-to-ptr): shuffles take numbers only
       auto* const target = reinterpret_cast<std::byte*>(address);
       for (int i = 0; i < kLoads; ++i) {
         const int at = begin + i * kStep;

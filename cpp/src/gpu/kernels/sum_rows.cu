@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         row_destination(p.out + token * p.out_stride_bytes, p.out_dtype, hidden));
     __syncwarp();  // the list is used again
   }
-  if (!p.acks) grid_dependency_launch();  // as in combine_send.cu
+  if (!p.acks) grid_dependency_launch();  // see combine_send.cu
   if (!is_last_block(slot)) return;
   if (p.acks && !has(Fault::kAcksFirst)) announce(p.round, p.ack, epoch, nullptr, num_tokens);
   reset_counters(slot);

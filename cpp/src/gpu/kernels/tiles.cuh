@@ -34,13 +34,12 @@ struct Tile {
   bool is_last;
 };
 
-/// Takes the next tile; false when none is left. All threads call it; shared memory of the tile
-/// before is free afterwards.
+/// Takes the next tile; false when none is left. All threads call it, and meet in a barrier at
+/// least once between two calls. Shared memory of the tile before is free afterwards.
 __device__ inline bool take_tile(exec::DeviceSlot* slot, std::int32_t num_rows, Tile* tile) {
   FANFOLD_SHARED(std::uint32_t, taken);
-  if (!has(Fault::kNoBarrierBetweenTiles)) __syncthreads();
   if (threadIdx.x == 0) taken = atom_add_relaxed_gpu(&slot->next_tile, 1U);
-  __syncthreads();
+  if (!has(Fault::kNoBarrierBetweenTiles)) __syncthreads();
   const int rows = tile_rows(num_rows, gridDim.x);
   const std::int32_t num_tiles = (num_rows + rows - 1) / rows;
   if (taken >= static_cast<std::uint32_t>(num_tiles)) return false;
@@ -52,13 +51,14 @@ __device__ inline bool take_tile(exec::DeviceSlot* slot, std::int32_t num_rows, 
 }
 
 /// The kernels that share the words of one slot.
-enum class TileUse : std::uint32_t { kDispatch, kArrange };
+enum class TileUse : std::uint32_t { kDispatch = 1, kArrange = 2 };
 
-/// 34 bits. A word of an older round has another one, unless its epoch was 2^32 lower.
+/// 34 bits, never all zero: so are words that nobody has written. A word of an older round has
+/// another one, unless its epoch was 2^31 lower.
 __device__ inline std::uint64_t tile_tag(std::uint64_t epoch, std::uint32_t generation,
                                          TileUse use) {
   if (has(Fault::kTagWithoutEpoch)) epoch = 0;
-  return ((epoch & 0xffffffffU) << 2) | ((generation & 1U) << 1) | static_cast<std::uint32_t>(use);
+  return ((epoch & 0x7fffffffU) << 3) | ((generation & 1U) << 2) | static_cast<std::uint32_t>(use);
 }
 
 constexpr int kCountBits = 29;
@@ -73,13 +73,14 @@ __device__ inline void publish_count(const exec::TileWords& tiles, std::uint64_t
 }
 
 /// Whether a block that waits for others of its grid should give up; the same for all lanes.
-__device__ inline bool gives_up(const exec::DeviceRound& round, std::uint64_t start) {
+__device__ inline bool gives_up(const exec::DeviceRound& round, std::uint64_t tag,
+                                std::uint64_t start) {
   bool stops = false;
   if (lane_id() == 0) {
     stops = ld_relaxed_gpu(&round.control->has_failed) != 0;
     if (!stops && globaltimer_ns() - start > round.timeout_ns) {
       exec::FlagFields fields;
-      fields.epoch = round.slot->epoch;
+      fields.epoch = tag >> 3;
       fail(round, {0, fields, exec::DevicePhase::kDispatch}, exec::DeviceFailure::kTimeout,
            round.rank, fields, fields);
       stops = true;
@@ -108,7 +109,7 @@ __device__ inline bool look_back(const exec::DeviceRound& round, const exec::Til
     // The lanes up to the first sum over everything before.
     const unsigned wanted = end == 0 ? kAllLanes : end ^ (end - 1);
     if ((there & wanted) != wanted) {
-      if (++look % kLooks == 0 && gives_up(round, start)) return false;
+      if (++look % kLooks == 0 && gives_up(round, tag, start)) return false;
       continue;
     }
     const bool counts = at >= 0 && ((wanted >> lane_id()) & 1) != 0;
