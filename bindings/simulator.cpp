@@ -113,11 +113,6 @@ class Pool {
     }
     const CurrentDevice current(device);
     if (address == nullptr) require(cudaMalloc(&address, bytes), "cudaMalloc");
-    // What the host writes is not seen by the checks: it all counts as written from here on.
-    constexpr int kGarbage = 0xCD;
-    const Stream stream(device);
-    require(cudaMemsetAsync(address, kGarbage, bytes, stream.get()), "cudaMemsetAsync");
-    stream.synchronize();
     return address;
   }
 
@@ -153,6 +148,19 @@ nb::object empty(const std::shared_ptr<Pool>& pool, std::int64_t num_bytes, int 
   });
   return nb::cast(
       nb::ndarray<nb::numpy, std::uint8_t>(address, {static_cast<std::size_t>(num_bytes)}, owner));
+}
+
+void write(const nb::ndarray<>& array, const nb::ndarray<nb::ro>& values) {
+  const std::optional<int> device = simulated_device_of(array.data());
+  if (!device || array.nbytes() != values.nbytes()) {
+    throw InvalidArgument("write: expected device memory, and as many bytes of values");
+  }
+  const nogil released;
+  const Stream stream(*device);  // the legacy one might wait for kernels
+  require(cudaMemcpyAsync(array.data(), values.data(), values.nbytes(), cudaMemcpyHostToDevice,
+                          stream.get()),
+          "cudaMemcpyAsync");
+  stream.synchronize();
 }
 
 void configure(int devices, std::uint64_t seed, int resident_blocks, bool shuffle_blocks,
@@ -225,8 +233,14 @@ void bind_simulator(nb::module_& parent) {
       },
       "num_bytes"_a, "device"_a = 0,
       nb::sig("def empty(num_bytes: int, device: int = 0) -> typing.Any"),
-      "A uint8 NumPy array over device memory, full of 0xCD. Its memory is used again when it is\n"
-      "gone: drop it only when the work on it has ended.");
+      "A uint8 NumPy array over device memory that nobody has written, as far as the checks know:\n"
+      "they do not see what the host does to it, but for `write`. Its memory is used again when "
+      "it\n"
+      "is gone: drop it only when the work on it has ended.");
+  m.def("write", &write, "array"_a, "values"_a,
+        nb::sig("def write(array: typing.Any, values: typing.Any) -> None"),
+        "Copies values into an array of device memory, both contiguous, by a copy that the checks\n"
+        "see, and waits for it.");
   m.def(
       "stream", [](int device) { return std::make_unique<Stream>(device); }, "device"_a = 0,
       "A new stream.");

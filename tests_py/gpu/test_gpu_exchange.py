@@ -52,7 +52,7 @@ def test_a_stream_may_be_an_address_or_an_object() -> None:
             numpy.testing.assert_array_equal(rank.get(out), x * hosts)
         a2a.close()
 
-    run_ranks(2, fn, num_devices=2)
+    run_ranks(2, fn)
 
 
 def test_zero_is_the_legacy_default_stream() -> None:
@@ -133,7 +133,7 @@ def test_a_framework_that_tells_its_stream_need_not_be_asked() -> None:
         numpy.testing.assert_array_equal(numpy.array(out), x * numpy.float32([[2], [1], [2]]))
         assert set(framework.devices) == {index}
 
-    run_ranks(2, fn, num_devices=2)
+    run_ranks(2, fn)
 
 
 def test_producers_are_told_that_no_stream_needs_to_wait() -> None:
@@ -194,7 +194,7 @@ def test_the_device_is_part_of_the_configuration() -> None:
             assert a2a.capabilities.graph_safe
             a2a.close()
 
-    run_ranks(2, fn, num_devices=2)
+    run_ranks(2, fn)
 
 
 def test_auto_takes_what_a_gpu_has() -> None:
@@ -257,7 +257,7 @@ def test_an_allocator_of_the_device_gives_the_memory() -> None:
         with pytest.raises(InvalidArgument, match="allocator"):
             rank.make(allocator=fanfold.Allocator(rank.comm))
 
-    run_ranks(2, fn, num_devices=2)
+    run_ranks(2, fn)
 
 
 # -- tensors -------------------------------------------------------------------------------------

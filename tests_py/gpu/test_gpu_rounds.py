@@ -134,7 +134,7 @@ def test_masked_ranks_are_left_out() -> None:
         out = rank.echo(a2a, ids([0, 2], [2, 3], [4, 1]), x)
         numpy.testing.assert_array_equal(out, x * numpy.float32([[1], [0], [2]]))
 
-    run_ranks(3, fn, num_devices=3)  # it waits for its device, on which no peer's kernel may wait
+    run_ranks(3, fn)
 
 
 # -- failures ------------------------------------------------------------------------------------

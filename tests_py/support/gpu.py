@@ -17,7 +17,7 @@ from support.rounds import DEFAULTS, identity_experts, random_ids, tokens
 class Rank:
     """One rank: its communicator, and NumPy arrays on its device with a stream."""
 
-    def __init__(self, comm: fanfold.Communicator, num_devices: int = 1) -> None:
+    def __init__(self, comm: fanfold.Communicator, num_devices: int) -> None:
         self.comm = comm
         self.rank = int(comm.rank)
         self.num_ranks = int(comm.num_ranks)
@@ -95,14 +95,20 @@ def run_ranks(
     num_ranks: int,
     fn: Callable[..., Any],
     *args: Any,
-    num_devices: int = 1,
-    seed: int = 1,
+    num_devices: int | None = None,
     **how: Any,
 ) -> list[Any]:
-    """Run `fn(rank, *args)` on one thread per rank; `how` configures the devices."""
-    _core.simulator.configure(devices=num_devices, seed=seed, host_threads=num_ranks, **how)
+    """Run `fn(rank, *args)` on one thread per rank, each with a device of its own by default.
+
+    `how` configures the devices. Each holds few blocks: simulated ones are slow. One that ranks
+    share holds one per rank and one more: each rank may have a block that waits.
+    """
+    devices = num_ranks if num_devices is None else num_devices
+    blocks = 2 if devices >= num_ranks else num_ranks + 1
+    how = {"resident_blocks": blocks, "host_threads": num_ranks, **how}
+    _core.simulator.configure(devices=devices, **how)
 
     def body(comm: fanfold.Communicator) -> Any:
-        return fn(Rank(comm, num_devices), *args)
+        return fn(Rank(comm, devices), *args)
 
     return spawn_threads(num_ranks, body)

@@ -63,7 +63,7 @@ class SimulatedTensors:
     def to_tensor(self, stored: Array, dtype: str) -> Any:
         """Return a copy on the device."""
         tensor = self.empty(stored.shape, dtype)
-        self._numpy.to_array(tensor)[...] = stored
+        self._copy(tensor, stored)
         return tensor
 
     def to_array(self, tensor: Any) -> Array:
@@ -74,7 +74,11 @@ class SimulatedTensors:
     def write(self, tensor: Any, stored: Array) -> None:
         """Write the stored values, once the stream has ended."""
         self.wait()
-        self._numpy.to_array(tensor)[...] = stored
+        self._copy(tensor, stored)
+
+    def _copy(self, tensor: Any, stored: Array) -> None:
+        if tensor.size:
+            simulator().write(self._numpy.to_array(tensor), numpy.ascontiguousarray(stored))
 
     def wait(self) -> None:
         """Wait for the stream."""
