@@ -23,7 +23,10 @@ namespace fanfold {
 /// Long sequences of rounds.
 class RoundsConformance : public AllToAllConformance {
  protected:
-  static constexpr int kNumRounds = testing::kIsSanitizer ? 12 : 40;
+  static int num_rounds() {
+    if (GetParam().num_gpus > 0) return 8;
+    return testing::kIsSanitizer ? 12 : 40;
+  }
 
   static AllToAllConfig small_config(int max_in_flight) {
     AllToAllConfig small = config();
@@ -88,7 +91,7 @@ class RoundsConformance : public AllToAllConformance {
 
   /// Every rank takes the same steps, each at its own pace.
   static void run_schedule(const AllToAllConfig& config, testing::ScheduleSpec spec) {
-    spec.num_rounds = kNumRounds;
+    spec.num_rounds = num_rounds();
     spec.max_in_flight = config.max_in_flight;
     run(config, [&](AllToAll& all_to_all) {
       testing::ScheduleSpec own = spec;
@@ -135,7 +138,7 @@ TEST_P(RoundsConformance, RoundsMayCombineMoreThanOnce) {
 TEST_P(RoundsConformance, ReleaseAloneEndsRounds) {
   const AllToAllConfig small = small_config(2);
   run(small, [&](AllToAll& all_to_all) {
-    for (int i = 0; i < kNumRounds; ++i) {
+    for (int i = 0; i < num_rounds(); ++i) {
       testing::RoundRun round(all_to_all, changing_plan(small, i, 21));
       round.dispatch();
       round.release();
@@ -165,11 +168,9 @@ TEST_P(RoundsConformance, OneThreadMaySendForAllRanksAndThenReceiveForAll) {
     for (std::size_t r = 0; r < ranks.size(); ++r) threads.emplace_back(rank_body, r);
     for (std::thread& thread : threads) thread.join();
   };
-  on_threads(
-      [&](std::size_t r) { 
-        ranks[r] = std::make_unique<AllToAll>(communicators[r],
-                                              of_rank(small, static_cast<int>(r)));
-      });
+  on_threads([&](std::size_t r) {
+    ranks[r] = std::make_unique<AllToAll>(communicators[r], of_rank(small, static_cast<int>(r)));
+  });
   for (int i = 0; i < 8 && ranks[0]->capabilities().two_phase; ++i) {
     std::vector<std::unique_ptr<testing::RoundRun>> rounds;
     for (const auto& rank : ranks) {

@@ -106,7 +106,8 @@ class AllToAllConformance : public ::testing::TestWithParam<ConformanceCase> {
   /// Calls `body` on every rank with an AllToAll of `config`, and closes it.
   static void run(const AllToAllConfig& config, const std::function<void(AllToAll&)>& body) {
     GetParam().spawn(num_ranks(), [&, config](Communicator& communicator) {
-      AllToAllConfig own = of_rank(config, communicator.rank());  // ranks may differ in how their results go home
+      AllToAllConfig own =
+          of_rank(config, communicator.rank());  // ranks may differ in how their results go home
       if (communicator.rank() % 2 == 0) own.test_knobs.min_pull_bytes = 0;
       AllToAll all_to_all(communicator, own);
       body(all_to_all);

@@ -174,8 +174,9 @@ TEST(GpuErrorsTest, SanitizedIdsAreCountedAsTheyCame) {
     const HostCounts counts = received.host_counts();
     EXPECT_EQ(counts.expert_counts,
               testing::expected_rows(plan.exchange, all_to_all.rank()).expert_counts);
-    expect_error<InvalidState>({"routing: the received ids of round 0 of AllToAll were overwritten"},
-                               [&] { (void)received.routing(); });
+    expect_error<InvalidState>(
+        {"routing: the received ids of round 0 of AllToAll were overwritten"},
+        [&] { (void)received.routing(); });
     all_to_all.release(received.handle());
     round.synchronize();
     communicator.barrier();

@@ -16,9 +16,9 @@ namespace fanfold {
 namespace {
 
 using namespace std::chrono_literals;
-using ::testing::HasSubstr;
 using testing::expect_error;
 using testing::gpu_config;
+using ::testing::HasSubstr;
 using testing::of_rank;
 using testing::RoundRun;
 using testing::RoutingKind;
@@ -57,8 +57,7 @@ TEST(GpuFailureTest, ALateRankIsNamedWithPhaseAndRound) {
       RoundRun late(all_to_all, plan_of(config, 2, 4));
       late.inputs.timeout = 50ms;
       const Received received = all_to_all.dispatch(late.inputs);  // enqueues only
-      const std::string text =
-          expect_error<PeerTimeout>({}, [&] { (void)received.host_counts(); });
+      const std::string text = expect_error<PeerTimeout>({}, [&] { (void)received.host_counts(); });
       EXPECT_EQ(text,
                 "AllToAll: dispatch of round 3: rank 1 did not arrive within 50 ms; it is late or "
                 "frozen; call reset() on every rank");
@@ -83,8 +82,9 @@ TEST(GpuFailureTest, ALateCombineIsNamed) {
       CombineInputs combine = round.prepare_combine();
       combine.timeout = 50ms;
       all_to_all.combine(combine, round.handle());
-      expect_error<PeerTimeout>({"AllToAll: combine of round 0: rank 1 did not arrive within 50 ms"},
-                                [&] { round.synchronize(); });
+      expect_error<PeerTimeout>(
+          {"AllToAll: combine of round 0: rank 1 did not arrive within 50 ms"},
+          [&] { round.synchronize(); });
     }
     recover(communicator, all_to_all);
   });
@@ -121,8 +121,7 @@ TEST(GpuFailureTest, AnAbortEndsKernelsThatWait) {
     if (communicator.rank() == 0) {
       RoundRun round(all_to_all, plan_of(config, 2, 4));
       const Received received = all_to_all.dispatch(round.inputs);
-      const std::string text =
-          expect_error<PeerAborted>({}, [&] { (void)received.host_counts(); });
+      const std::string text = expect_error<PeerAborted>({}, [&] { (void)received.host_counts(); });
       EXPECT_EQ(text,
                 "AllToAll: dispatch of round 1: rank 1 aborted: no more of this; call reset() on "
                 "every rank");
@@ -178,7 +177,7 @@ TEST(GpuFailureTest, ARankThatLeavesIsToldApartFromALateOne) {
   });
 }
 
-TEST(GpuFailureTest, AMaskAndAPlacementTakeEffectBetweenRounds) {
+TEST(GpuFailureTest, APlacementTakesEffectBetweenRounds) {
   const testing::GpuRanks gpus(2, 2);
   testing::spawn_ranks(2, [&](Communicator& communicator) {
     AllToAllConfig config = of_rank(gpu_config(Layout::kExpertMajor), communicator);

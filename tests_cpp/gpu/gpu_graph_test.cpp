@@ -96,22 +96,23 @@ class GraphedRound {
     out_.fetch(stream_.get());
     const auto* got = reinterpret_cast<const float*>(out_.row(0));
     for (std::size_t i = 0; i < expected_.size(); ++i) {
-      ASSERT_EQ(got[i], expected_[i]) << where << ", rank " << all_to_all_.rank() << ", element " << i;
+      ASSERT_EQ(got[i], expected_[i])
+          << where << ", rank " << all_to_all_.rank() << ", element " << i;
     }
   }
 
  private:
   void upload(TensorBuffer& buffer) {
-    testing::test_device()->upload(
-        index_, buffer.view().data, buffer.row(0),
-        buffer.view().shape[0] * buffer.view().row_stride_bytes(), stream_.get());
+    testing::test_device()->upload(index_, buffer.view().data, buffer.row(0),
+                                   buffer.view().shape[0] * buffer.view().row_stride_bytes(),
+                                   stream_.get());
   }
   /// Linear placement: the ranks or experts that a token goes to.
   int num_copies(std::int64_t a, std::int64_t b) const {
     if (b < 0) return 1;
     if (all_to_all_.config().layout == Layout::kExpertMajor) return 2;
-    const auto ranks = testing::linear_placement(all_to_all_.config().num_experts,
-                                                 all_to_all_.num_ranks());
+    const auto ranks =
+        testing::linear_placement(all_to_all_.config().num_experts, all_to_all_.num_ranks());
     return ranks[static_cast<std::size_t>(a)] == ranks[static_cast<std::size_t>(b)] ? 1 : 2;
   }
 

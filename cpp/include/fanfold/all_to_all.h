@@ -226,17 +226,18 @@ class FANFOLD_EXPORT AllToAll {
   /// Ranks left out: no rows go to them, they are not waited for, what they hold is missing from
   /// the sums. Takes effect with the next dispatch; equal on all active ranks, which the flags
   /// verify.
+  /// On a GPU: waits for all work of the device (ranks that share one need a barrier after it); not
+  /// in a graph capture. What was captured before takes the new mask, too, but for rounds along a
+  /// routing, which must be captured anew.
   /// @throws InvalidArgument  wrong length, or this rank is masked out.
   /// @throws InvalidState     a round is open.
-  /// On a GPU: waits for all work of the device; not in a graph capture, and what was captured
-  /// before takes the new mask, too.
   void set_active_mask(const std::vector<bool>& active);
   std::vector<bool> active_mask() const;
 
   /// Moves experts: a new placement of as many (physical) experts. Collective, waits; no round may
   /// be open. The flags carry its version; routings made before are refused. On a GPU: waits for
-  /// all work of the device; not in a graph capture, and rounds captured before, but for those
-  /// along a routing, take the new placement, too.
+  /// all work of the device; not in a graph capture, and what was captured before must be captured
+  /// anew.
   /// @throws InvalidArgument  the placements of the ranks differ, or the workspace has no room for
   ///         a rank's experts (see AllToAllConfig::max_local_experts); nothing has changed.
   /// @throws InvalidState     a round is open.

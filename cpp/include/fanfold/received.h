@@ -27,6 +27,9 @@ class FANFOLD_EXPORT Round {
 
 /// Counts and indices of one dispatch in memory of their own, immutable, of any lifetime. Give it
 /// to a later dispatch of an equally configured AllToAll to send new payloads along the same rows.
+///
+/// Of a GPU's AllToAll: memory of that GPU. It must outlive the graphs whose rounds go along it;
+/// its last copy frees it, which waits for the device and must not happen in a graph capture.
 class FANFOLD_EXPORT Routing {
  public:
   Routing();

@@ -154,8 +154,7 @@ void AllToAll::sanitize(const TensorView& ids, const TensorView& counts,
   exchange::Exchange& exchange = impl().exchange();
   api::check_sanitize(exchange, ids, counts, invalid_expert_id, out);
   api::check_stream(exchange.config(), stream);
-  exchange.sanitize(
-      {ids, counts, invalid_expert_id, policy, out, stream.value_or(exec::Stream{})});
+  exchange.sanitize({ids, counts, invalid_expert_id, policy, out, stream.value_or(exec::Stream{})});
 }
 
 void AllToAll::set_active_mask(const std::vector<bool>& active) {

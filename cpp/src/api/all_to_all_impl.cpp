@@ -73,8 +73,8 @@ void check_allocator(const AllToAllConfig& config, const Allocator* allocator) {
     throw InvalidArgument(str("allocator: expected host memory for device 'cpu', got ", got));
   }
   if (memory.device == DeviceType::kGpu && memory.device_index == config.device_index) return;
-  throw InvalidArgument(
-      str("allocator: expected memory of cuda:", config.device_index, " (device_index), got ", got));
+  throw InvalidArgument(str("allocator: expected memory of cuda:", config.device_index,
+                            " (device_index), got ", got));
 }
 
 }  // namespace
@@ -144,8 +144,8 @@ AllToAll::Impl::Impl(Communicator& communicator, const AllToAllConfig& config, A
   if (setup.config.device == DeviceType::kGpu && allocator == nullptr) {
     GpuMemoryConfig gpu;
     gpu.device = setup.config.device_index;
-    allocator = &own_allocator.emplace(communicator, gpu,
-                                       std::chrono::nanoseconds(limit.remaining_ns()));
+    allocator =
+        &own_allocator.emplace(communicator, gpu, std::chrono::nanoseconds(limit.remaining_ns()));
     setup.owns_allocator = true;
   }
   setup.allocator = allocator;
@@ -320,6 +320,8 @@ void AllToAll::Impl::set_active(const std::vector<bool>& active) {
         str("mask: expected this rank (", exchange_->rank(), ") to be active, got it masked out"));
   }
   require_no_open_round("set_active_mask");
+  exchange_->finish_work();
+  require_not_failed();
   for (const api::Session::Member& member : session_->members()) member->set_active(active);
   // Members that are closed may have a released round to settle.
   for (const api::Session::Member& user : session_->slot_users()) {
@@ -342,6 +344,9 @@ void AllToAll::Impl::set_placement(const Placement& placement, base::Deadline li
                               "what the first placement needed, or max_local_experts), got ",
                               wanted, " on rank ", rank));
   }
+  // Before the ranks meet: a peer's next round may wait for this rank on the device that both use.
+  exchange_->finish_work();
+  require_not_failed();
   api::Fields fields = api::encode(placement);
   fields.insert(fields.begin(), {"AllToAll whose placement is set", str(exchange_->identity())});
   // A rank that did not hear of the last one, because it timed out, is behind by one.

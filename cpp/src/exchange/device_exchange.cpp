@@ -87,7 +87,8 @@ std::int64_t DeviceExchange::num_ids_dropped_by_kernels() const noexcept {
   return static_cast<std::int64_t>(__atomic_load_n(&report().num_dropped_ids, __ATOMIC_RELAXED));
 }
 
-// --- Words that kernels read ----------------------------------------------------------------------
+// --- Words that kernels read
+// ----------------------------------------------------------------------
 
 void DeviceExchange::upload_words() {
   // Of these regions every word must be known: what was there before could look like a count.
@@ -137,7 +138,6 @@ void DeviceExchange::upload_host_words() {
 }
 
 void DeviceExchange::set_active(const std::vector<bool>& active) {
-  device_->wait_idle();
   Exchange::set_active(active);
   control().set_active(active);
   upload_mask();
@@ -146,20 +146,19 @@ void DeviceExchange::set_active(const std::vector<bool>& active) {
 
 void DeviceExchange::set_placement(const Placement& placement, plan::ExpertMap map,
                                    std::uint64_t config_digest, std::uint32_t version) {
-  device_->wait_idle();
   Exchange::set_placement(placement, std::move(map), config_digest, version);
   upload_placement();
   upload_host_words();
 }
 
-// --- Failure --------------------------------------------------------------------------------------
+// --- Failure
+// --------------------------------------------------------------------------------------
 
 std::int64_t DeviceExchange::round_of_report(const exec::DeviceReport& report) const noexcept {
   // Epochs count the rounds of a slot, whose first in this generation is the first of them that
   // falls into it.
   const auto num_slots = static_cast<std::int64_t>(slots_.size());
-  const std::int64_t offset =
-      (report.slot + num_slots - first_round_ % num_slots) % num_slots;
+  const std::int64_t offset = (report.slot + num_slots - first_round_ % num_slots) % num_slots;
   return first_round_ + offset + exec::round_of(report.epoch, first_epoch_) * num_slots;
 }
 
@@ -169,9 +168,8 @@ void DeviceExchange::throw_report(exec::DeviceFailure failure) {
   const comm::WaitFor target{static_cast<int>(told.peer), name_of(phase), round_of_report(told)};
   switch (failure) {
     case exec::DeviceFailure::kDiffers: {
-      const std::string difference =
-          exec::difference(exec::flag_fields(told.mine), rank_, exec::flag_fields(told.got),
-                           target.rank);
+      const std::string difference = exec::difference(exec::flag_fields(told.mine), rank_,
+                                                      exec::flag_fields(told.got), target.rank);
       throw InvalidArgument(str(what(), ": ", target.phase, " of round ", target.round,
                                 " differs between ranks: ", difference,
                                 "; call reset() on every rank"));
@@ -189,8 +187,8 @@ void DeviceExchange::throw_report(exec::DeviceFailure failure) {
 
 void DeviceExchange::throw_if_kernels_failed() {
   // Acquire: the rest of the report was stored before.
-  const auto failure = static_cast<exec::DeviceFailure>(
-      __atomic_load_n(&report().failure, __ATOMIC_ACQUIRE));
+  const auto failure =
+      static_cast<exec::DeviceFailure>(__atomic_load_n(&report().failure, __ATOMIC_ACQUIRE));
   if (failure != exec::DeviceFailure::kNone) throw_report(failure);
 }
 
@@ -215,13 +213,13 @@ std::uint64_t DeviceExchange::reset(std::uint64_t max_epoch, base::Deadline dead
                     static_cast<std::int64_t>(slots.size() * sizeof slots[0]));
   for (const exec::DeviceSlot& slot : slots) max_epoch = std::max(max_epoch, slot.epoch);
   const std::uint64_t first = control().reset(max_epoch, deadline) + 1;
-  device_->download(&words_, shared_at<std::byte>(workspace_.device.control_offset),
-                    sizeof words_);
+  device_->download(&words_, shared_at<std::byte>(workspace_.device.control_offset), sizeof words_);
   start_generation(first, static_cast<std::int64_t>(first - setup_.config.test_knobs.first_epoch));
   return first;
 }
 
-// --- The end --------------------------------------------------------------------------------------
+// --- The end
+// --------------------------------------------------------------------------------------
 
 void DeviceExchange::give_up_open_rounds() noexcept {
   const bool is_open =

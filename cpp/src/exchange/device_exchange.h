@@ -42,6 +42,7 @@ class DeviceExchange final : public Exchange {
   void combine_recv(Slot& slot, const CombineCall& call) override;
   void release(Slot& slot) override;
 
+  void finish_work() noexcept override { device_->wait_idle(); }
   void set_active(const std::vector<bool>& active) override;
   void set_num_workers(int /*num_workers*/) override {}
   void set_placement(const Placement& placement, plan::ExpertMap map, std::uint64_t config_digest,
@@ -142,10 +143,11 @@ class DeviceExchange final : public Exchange {
   exec::PinnedMemory report_;
   exec::PinnedMemory own_control_;  // this rank's control area
   std::shared_ptr<const Kept> kept_;
-  exec::DeviceControl words_{};  // as uploaded last
+  exec::DeviceControl words_{};    // as uploaded last
   std::uint64_t first_epoch_ = 0;  // of this generation, in every slot
   std::int64_t first_round_ = 0;   // of this generation
-  std::vector<std::array<std::int64_t, kNumPhases>> timeouts_;  // [F] of the last wait of each phase
+  std::vector<std::array<std::int64_t, kNumPhases>>
+      timeouts_;  // [F] of the last wait of each phase
   // Routings that lost their slot in a capture, where no memory may be given back.
   std::vector<std::shared_ptr<const Routing::Data>> retired_;
 };

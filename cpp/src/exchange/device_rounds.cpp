@@ -28,7 +28,8 @@ std::uint64_t word(std::int64_t value) noexcept { return static_cast<std::uint64
 
 }  // namespace
 
-// --- What kernels are told ------------------------------------------------------------------------
+// --- What kernels are told
+// ------------------------------------------------------------------------
 
 std::int32_t* DeviceExchange::rows_per_rank(const Slot& slot) const noexcept {
   const DeviceRouting* const routing = routing_of(slot);
@@ -115,7 +116,8 @@ void DeviceExchange::signal(const Slot& slot, const exec::DeviceFlags& flags, bo
   device_->signal(params, slot.call_stream);
 }
 
-// --- Dispatch -------------------------------------------------------------------------------------
+// --- Dispatch
+// -------------------------------------------------------------------------------------
 
 void DeviceExchange::plan_tokens(Slot& slot, const DispatchCall& call) {
   const exec::Stream stream = *call.inputs->stream;
@@ -244,7 +246,8 @@ void DeviceExchange::arrange_rows(Slot& slot) {
   device_->arrange(params, slot.call_stream);
 }
 
-// --- Combine --------------------------------------------------------------------------------------
+// --- Combine
+// --------------------------------------------------------------------------------------
 
 void DeviceExchange::combine_send(Slot& slot, const CombineCall& call) {
   const CombineInputs& in = *call.inputs;
@@ -309,8 +312,8 @@ void DeviceExchange::combine_recv(Slot& slot, const CombineCall& call) {
   params.wire_scale = setup_.config.wire_scale;
   params.origin = setup_.config.weighting == Weighting::kOrigin;
   if (params.origin) {
-    params.topk_weights = routing != nullptr ? routing->sent_weights
-                                             : local_at<float>(slot, d.sent_weights_offset);
+    params.topk_weights =
+        routing != nullptr ? routing->sent_weights : local_at<float>(slot, d.sent_weights_offset);
     params.weights_stride = workspace_.top_k;
     if (in.topk_weights.has_value()) {
       params.topk_weights = static_cast<const float*>(in.topk_weights.data);
@@ -328,12 +331,12 @@ void DeviceExchange::combine_recv(Slot& slot, const CombineCall& call) {
 void DeviceExchange::release(Slot& slot) {
   set_timeout(slot, DevicePhase::kRelease, base::Deadline(setup_.config.timeout));
   poison_received(slot);
-  signal(slot,
-         flags_of(slot, DevicePhase::kRelease, combine_fields(slot, CallKind::kRelease, 0)),
+  signal(slot, flags_of(slot, DevicePhase::kRelease, combine_fields(slot, CallKind::kRelease, 0)),
          /*announces=*/true, /*waits=*/true);
 }
 
-// --- Poison, in the places that exchange.cpp gives reasons for -------------------------------------
+// --- Poison, in the places that exchange.cpp gives reasons for
+// -------------------------------------
 
 void DeviceExchange::poison_received(const Slot& slot) {
   if (!setup_.config.debug_poison) return;

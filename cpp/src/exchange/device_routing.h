@@ -19,16 +19,16 @@ namespace fanfold::exchange {
 struct DeviceRouting {
   std::shared_ptr<exec::DeviceBackend> backend;
   int num_ranks = 0;
-  std::shared_ptr<std::byte> memory;         // holds all of these
-  std::int32_t* num_tokens = nullptr;        // [1] of the rows given
-  std::int32_t* rank_counts = nullptr;       // [R]
-  std::int32_t* rows_per_rank = nullptr;     // [R]
-  std::int32_t* sent_ids = nullptr;          // [T, K]
-  float* sent_weights = nullptr;             // [T, K] (weighting origin)
-  plan::Target* targets = nullptr;           // [T, P]
-  std::int32_t* topk_ids = nullptr;          // [R, m, K]
-  float* topk_weights = nullptr;             // [R, m, K]
-  std::int32_t* source_tokens = nullptr;     // [R, m]
+  std::shared_ptr<std::byte> memory;      // holds all of these
+  std::int32_t* num_tokens = nullptr;     // [1] of the rows given
+  std::int32_t* rank_counts = nullptr;    // [R]
+  std::int32_t* rows_per_rank = nullptr;  // [R]
+  std::int32_t* sent_ids = nullptr;       // [T, K]
+  float* sent_weights = nullptr;          // [T, K] (weighting origin)
+  plan::Target* targets = nullptr;        // [T, P]
+  std::int32_t* topk_ids = nullptr;       // [R, m, K]
+  float* topk_weights = nullptr;          // [R, m, K]
+  std::int32_t* source_tokens = nullptr;  // [R, m]
 
   /// Rows that each rank sent here. Waits for the device when first asked.
   const std::vector<std::int32_t>& host_rank_counts() const;

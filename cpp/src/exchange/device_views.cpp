@@ -124,8 +124,7 @@ std::shared_ptr<const Routing::Data> DeviceExchange::copy_routing(Slot& slot) {
   const auto part = [](auto*& to, const void* from, std::int64_t bytes) {
     return Part{reinterpret_cast<std::byte**>(&to), from, bytes};
   };
-  const exec::DeviceSlot* const words =
-      shared_at<exec::DeviceSlot>(d.slots_offset) + slot.index;
+  const exec::DeviceSlot* const words = shared_at<exec::DeviceSlot>(d.slots_offset) + slot.index;
   const Part parts[] = {
       part(kept->num_tokens, &words->num_tokens, 4),
       part(kept->rank_counts, counts(slot), std::int64_t{num_ranks()} * 4),

@@ -329,10 +329,9 @@ void Exchange::check_token_counts(const Slot& slot) {
   const auto& known = *slot.num_tokens_per_rank;
   for (std::size_t rank = 0; rank < known.size(); ++rank) {
     if (!active_[rank] || known[rank] == slot.token_counts[rank]) continue;
-    const std::string text =
-        base::str("num_tokens_per_rank: expected ", slot.token_counts[rank], " tokens of rank ",
-                  rank, " in round ", slot.round, ", got ", known[rank],
-                  "; call reset() on every rank");
+    const std::string text = base::str("num_tokens_per_rank: expected ", slot.token_counts[rank],
+                                       " tokens of rank ", rank, " in round ", slot.round, ", got ",
+                                       known[rank], "; call reset() on every rank");
     abort(text);  // only this rank knows
     throw InvalidArgument(text);
   }

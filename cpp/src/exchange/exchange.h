@@ -140,6 +140,8 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   virtual void combine_recv(Slot& slot, const CombineCall& call) = 0;
   virtual void release(Slot& slot) = 0;
 
+  /// Before anything below changes what rounds read: waits for work that is enqueued.
+  virtual void finish_work() noexcept {}
   virtual void set_active(const std::vector<bool>& active);
   /// Threads that move rows, the caller's included.
   virtual void set_num_workers(int num_workers);
@@ -192,8 +194,8 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   TensorView source_token_view(Slot& slot);
   TensorView combine_view(const Slot& slot, std::int64_t hidden, DType dtype) const;
   virtual std::shared_ptr<const Routing::Data> copy_routing(Slot& slot);
-  /// Where `call.out` are the received ids of an open round, first takes what is otherwise read from
-  /// them when it is first asked for.
+  /// Where `call.out` are the received ids of an open round, first takes what is otherwise read
+  /// from them when it is first asked for.
   virtual void sanitize(const SanitizeCall& call);
   /// May wait.
   virtual HostCounts host_counts(Slot& slot);

@@ -62,8 +62,8 @@ struct alignas(128) DeviceSlot {
   std::uint32_t num_done;      // blocks that have no tile left; 0 between kernels
 };
 
-/// Scratch by which the blocks of one kernel tell each other how many rows their tiles have: [tiles,
-/// stride] words. See gpu/kernels/tiles.cuh, which alone knows what they say.
+/// Scratch by which the blocks of one kernel tell each other how many rows their tiles have:
+/// [tiles, stride] words. See gpu/kernels/tiles.cuh, which alone knows what they say.
 struct TileWords {
   std::uint64_t* words;
   std::int64_t stride;  // at least max(R, most local experts)
@@ -128,7 +128,7 @@ struct DevicePayload {
   std::int64_t row_bytes;
   std::int64_t region_offset;        // from the store's base; row (this rank, i) at rank * m + i
   std::int64_t region_stride_bytes;  // between rows of the region
-  std::int32_t unit;  // 16, 8, 4, 2 or 1: divides all of these and `rows` itself
+  std::int32_t unit;                 // 16, 8, 4, 2 or 1: divides all of these and `rows` itself
 };
 
 /// Work out where each token goes, push its rows there, raise the flags.
@@ -146,10 +146,10 @@ struct DeviceDispatchSendParams {
   std::int64_t weights_stride;
   std::int64_t num_tokens;              // rows given
   const std::int32_t* num_tokens_word;  // in [1]: T, at most num_tokens; null: num_tokens
-  std::int32_t* sent_ids;       // out [M, K] ids as they travel, dropped ones -1; routed: in
-  float* sent_weights;          // out [M, K] (weighting origin); null: not kept
-  plan::Target* targets;        // out [M, P] ranks ascending, then rank -1; routed: in
-  std::int32_t* rows_per_rank;  // out [R]; routed: in
+  std::int32_t* sent_ids;            // out [M, K] ids as they travel, dropped ones -1; routed: in
+  float* sent_weights;               // out [M, K] (weighting origin); null: not kept
+  plan::Target* targets;             // out [M, P] ranks ascending, then rank -1; routed: in
+  std::int32_t* rows_per_rank;       // out [R]; routed: in
   std::int64_t source_token_offset;  // of [R, m] int32, from the store's base
   std::int64_t topk_ids_offset;      // of [R, m, K] int32
   std::int64_t topk_weights_offset;  // of [R, m, K] float32
@@ -177,11 +177,11 @@ struct DeviceArrangeParams {
   bool pads_ids;
   std::int32_t invalid_expert_id;
   // Indices of an earlier routing, which go where those of a new one would have arrived.
-  const std::int32_t* routed_ids;      // in [R, m, K]
-  const float* routed_weights;         // in [R, m, K]; null: none
-  const std::int32_t* routed_tokens;   // in [R, m]
-  std::int32_t* source_tokens;         // out [R, m], where routed; own window
-  float* restored_weights;             // out [R, m, K], where routed; own window
+  const std::int32_t* routed_ids;     // in [R, m, K]
+  const float* routed_weights;        // in [R, m, K]; null: none
+  const std::int32_t* routed_tokens;  // in [R, m]
+  std::int32_t* source_tokens;        // out [R, m], where routed; own window
+  float* restored_weights;            // out [R, m, K], where routed; own window
   // Rows per (token, local expert), order (source, row) within an expert.
   std::int32_t* expert_counts;  // out [L]; null: experts are not counted
   std::int32_t* offsets;        // out [L+1] exclusive sums

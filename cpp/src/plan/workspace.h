@@ -33,8 +33,8 @@ constexpr std::int64_t kDeviceControlBytes = 128;  // room for a DeviceControl
 constexpr std::int64_t kDeviceTileRows = 32;       // of a tile at most
 constexpr std::int64_t kMaxDeviceBlocks = 1024;    // of a grid that takes tiles
 
-/// Where that lies, on a GPU. R ranks, K top_k, M the capacity, E experts, L the most local experts,
-/// F = max_in_flight, P = min(K, R), Q = min(K, L).
+/// Where that lies, on a GPU. R ranks, K top_k, M the capacity, E experts, L the most local
+/// experts, F = max_in_flight, P = min(K, R), Q = min(K, L).
 struct DeviceRegions {
   // From the start of a private slot.
   std::int64_t sent_ids_offset = 0;       // [M, K] int32
@@ -68,11 +68,11 @@ constexpr int max_pairs(int top_k, int max_local_experts) noexcept {
 /// Byte counts and offsets. Everything is fixed by the configuration; a round's m moves rows inside
 /// its regions only.
 ///
-/// A window (symmetric memory) is: control area (none on a GPU), flags, then, for one_sided and low_latency,
-/// `max_in_flight` slots. A slot is a store. The strategies over collectives or channels have their
-/// slots at the start of the private memory, whose other parts follow; of layout gathered peers
-/// reach a block per slot as well. high_throughput keeps the stores of its slots in symmetric
-/// memory of their own, which grows with the rows received.
+/// A window (symmetric memory) is: control area (none on a GPU), flags, then, for one_sided and
+/// low_latency, `max_in_flight` slots. A slot is a store. The strategies over collectives or
+/// channels have their slots at the start of the private memory, whose other parts follow; of
+/// layout gathered peers reach a block per slot as well. high_throughput keeps the stores of its
+/// slots in symmetric memory of their own, which grows with the rows received.
 struct Workspace {
   // What it was made from.
   int num_ranks = 0;
