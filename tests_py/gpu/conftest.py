@@ -15,6 +15,7 @@ from fanfold import _core
 def nothing_is_reported() -> Iterator[None]:
     simulator = getattr(_core, "simulator", None)
     if simulator is not None:
+        simulator.configure()
         simulator.clear_reports()
     yield
     gc.collect()

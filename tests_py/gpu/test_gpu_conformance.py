@@ -27,12 +27,8 @@ from fanfold.testing import (
     spawn_threads,
 )
 
-# As on the CPU: some cases in full, the others for what tells them apart.
-IN_FULL = [
-    Case("one_sided", "rank_major", "applied"),
-    Case("one_sided", "expert_major", "carried"),
-    Case("low_latency", "expert_major", "origin"),
-]
+# One case in full, the others for what tells them apart.
+IN_FULL = Case("one_sided", "rank_major", "applied")
 OTHERS = (
     "rows_keep_the_order_of_source_rank_and_token",
     "duplicate_experts_merge",
@@ -46,6 +42,7 @@ TOO_LONG = (
     "layers_and_steps_are_verified_at_the_end",
     "every_run_gives_the_same_bits",
     "any_hidden_size_works",
+    "rounds_without_synchronisation_never_mix",
 )
 
 
@@ -60,7 +57,7 @@ def pairs() -> list[Any]:
     return [
         pytest.param(case, check.name, id=f"{case}-{check.name}")
         for case in all_cases(device="cuda")
-        for check in checks_for(case, None if case in IN_FULL else OTHERS, "cuda")
+        for check in checks_for(case, None if case == IN_FULL else OTHERS, "cuda")
         if check.name not in TOO_LONG
     ]
 
@@ -116,7 +113,7 @@ def test_a_gpu_gives_the_bits_of_the_cpu(case: Case, wires: dict[str, Any], num_
             harness = Harness(comm, case, tensors)
             seen = []
             with harness.create(setup) as a2a:
-                for seed in range(3):
+                for seed in range(2):
                     trial = harness.trial(setup, seed)
                     recv = harness.dispatch(a2a, trial)
                     array = harness.tensors.to_array
@@ -129,5 +126,5 @@ def test_a_gpu_gives_the_bits_of_the_cpu(case: Case, wires: dict[str, Any], num_
             results.append(seen)
         assert results[0] == results[1]
 
-    configure(num_ranks, resident_blocks=2)
+    configure(num_ranks, resident_blocks=1 if num_ranks == 3 else 2)
     spawn_threads(num_ranks, fn)

@@ -78,7 +78,7 @@ def test_what_is_no_stream_is_refused(stream: Any) -> None:
         with pytest.raises(InvalidArgument, match=expected):
             rank.dispatch(a2a, IDS, x, stream=stream)
         recv = rank.dispatch(a2a, IDS, x)
-        y, out = rank.empty(1, 4, 8), rank.empty(3, 8)
+        y, out = rank.put(numpy.zeros((1, 4, 8), "float32")), rank.empty(3, 8)
         for call in (recv.release, lambda stream: recv.combine(y, out=out, stream=stream)):
             with pytest.raises(InvalidArgument, match=expected):
                 call(stream=stream)
@@ -157,7 +157,7 @@ def test_the_halves_of_a_round_may_be_on_different_streams() -> None:
     def fn(rank: Rank) -> None:
         a2a = rank.make()
         x = tokens(3, rank=rank.rank)
-        streams = [_core.simulator.stream() for _ in range(3)]
+        streams = [_core.simulator.stream(rank.rank) for _ in range(3)]
         topk_ids, rows = rank.put(IDS), rank.put(x)
         handle = a2a.dispatch_send(topk_ids, [rows], stream=rank.stream)
         rank.stream.synchronize()
@@ -287,7 +287,7 @@ def test_tensors_that_lie_elsewhere_are_refused_by_name() -> None:
                 with pytest.raises(InvalidArgument, match=rf"{name}.*cuda:0"):
                     a2a.dispatch(**{**good, **change}, stream=rank.stream)
             recv = a2a.dispatch(**good, stream=rank.stream)
-            y = rank.empty(4, 4, 8)
+            y = rank.put(numpy.zeros((4, 4, 8), "float32"))
             out = rank.empty(3, 8)
             with pytest.raises(InvalidArgument, match=r"y.*cuda:0"):
                 recv.combine(elsewhere(numpy.zeros((4, 4, 8), "float32")), out=out)

@@ -146,13 +146,15 @@ def test_a_late_rank_is_named() -> None:
         rank.works(a2a)
         if rank.rank == 0:
             recv = rank.dispatch(a2a, IDS, tokens(3), timeout_s=0.2)
-            with pytest.raises(fanfold.PeerTimeout, match=r"moe.*dispatch of round 2: rank 1 did not") as caught:
+            with pytest.raises(
+                fanfold.PeerTimeout, match=r"moe.*dispatch of round 2: rank 1 did not"
+            ) as caught:
                 recv.host_counts()
             assert caught.value.rank == 1
-            assert a2a.is_failed
             for call in (a2a.check, lambda: rank.dispatch(a2a, IDS, tokens(3))):
                 with pytest.raises((fanfold.PeerTimeout, fanfold.InvalidState)):
                     call()
+            assert a2a.is_failed
         rank.comm.barrier()
         a2a.reset()
         assert not a2a.is_failed

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
@@ -12,6 +13,21 @@ import fanfold
 from fanfold import _core
 from fanfold.testing import SimulatedTensors, spawn_threads
 from support.rounds import DEFAULTS, identity_experts, random_ids, tokens
+
+
+@contextlib.contextmanager
+def capture(stream: Any) -> Iterator[list[Any]]:
+    """Capture what the block enqueues on a stream; the list then holds the graph.
+
+    A capture that CUDA gave up, or that an exception ends, makes none.
+    """
+    made: list[Any] = []
+    _core.simulator.begin_capture(stream)
+    try:
+        yield made
+    finally:
+        with contextlib.suppress(fanfold.CudaFailure):
+            made.append(_core.simulator.end_capture(stream))
 
 
 class Rank:
