@@ -42,11 +42,11 @@ RankTimes run_rank(Communicator& communicator, const Options& options) {
 
   RankTimes times;
   const int num_rounds = kWarmUps + options.rounds;
-  std::vector<Event> events(static_cast<std::size_t>(3 * num_rounds));
+  std::vector<Event> events(3 * static_cast<std::size_t>(num_rounds));
   require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   communicator.barrier();
   for (int round = 0; round < num_rounds; ++round) {
-    Event* const at = &events[static_cast<std::size_t>(3 * round)];
+    Event* const at = &events[3 * static_cast<std::size_t>(round)];
     at[0].record(stream);
     const Received received = all_to_all.dispatch(dispatch);
     at[1].record(stream);
@@ -57,7 +57,7 @@ RankTimes run_rank(Communicator& communicator, const Options& options) {
   stream.wait();
   all_to_all.check();
   for (int round = kWarmUps; round < num_rounds; ++round) {
-    const Event* const at = &events[static_cast<std::size_t>(3 * round)];
+    const Event* const at = &events[3 * static_cast<std::size_t>(round)];
     times.dispatch.push_back(at[1].since(at[0]));
     times.combine.push_back(at[2].since(at[1]));
   }

@@ -71,7 +71,7 @@ void check_ids(const exchange::Exchange& exchange, const DispatchInputs& in) {
 
 void check_weights(const AllToAllConfig& config, const TensorView& weights,
                    std::int64_t num_tokens) {
-  constexpr const char* name = "topk_weights";
+  const char* const name = "topk_weights";
   const int top_k = config.top_k;
   if (!weights.has_value()) return;
   if (weights.dtype != DType::kFloat32 || weights.ndim != 2 || weights.shape[0] != num_tokens ||

@@ -130,9 +130,9 @@ void check_gpu(const AllToAllConfig& config, int num_ranks, const Capabilities& 
   check_range("num_ranks on device 'cuda'", num_ranks, 1, record.max_ranks);
   check_range("max_tokens_per_rank * num_ranks on device 'cuda'",
               config.max_tokens_per_rank * num_ranks, 1, exec::kMaxDeviceRows - 1);
-  check_range("dispatch_row_bytes on device 'cuda'", *config.dispatch_row_bytes, 1,
+  check_range("dispatch_row_bytes on device 'cuda'", config.dispatch_row_bytes.value_or(1), 1,
               exec::kMaxDeviceHidden);
-  check_range("combine_row_bytes on device 'cuda'", *config.combine_row_bytes, 1,
+  check_range("combine_row_bytes on device 'cuda'", config.combine_row_bytes.value_or(1), 1,
               exec::kMaxDeviceHidden);
   if (config.check_ids == CheckIds::kRaise) {
     throw InvalidArgument(

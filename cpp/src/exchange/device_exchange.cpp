@@ -87,8 +87,7 @@ std::int64_t DeviceExchange::num_ids_dropped_by_kernels() const noexcept {
   return static_cast<std::int64_t>(__atomic_load_n(&report().num_dropped_ids, __ATOMIC_RELAXED));
 }
 
-// --- Words that kernels read
-// ----------------------------------------------------------------------
+// --- Words that kernels read --------------------------------------------------------------------
 
 void DeviceExchange::upload_words() {
   // Of these regions every word must be known: what was there before could look like a count.
@@ -151,8 +150,7 @@ void DeviceExchange::set_placement(const Placement& placement, plan::ExpertMap m
   upload_host_words();
 }
 
-// --- Failure
-// --------------------------------------------------------------------------------------
+// --- Failure ------------------------------------------------------------------------------------
 
 std::int64_t DeviceExchange::round_of_report(const exec::DeviceReport& report) const noexcept {
   // Epochs count the rounds of a slot, whose first in this generation is the first of them that
@@ -218,8 +216,7 @@ std::uint64_t DeviceExchange::reset(std::uint64_t max_epoch, base::Deadline dead
   return first;
 }
 
-// --- The end
-// --------------------------------------------------------------------------------------
+// --- The end ------------------------------------------------------------------------------------
 
 void DeviceExchange::give_up_open_rounds() noexcept {
   const bool is_open =

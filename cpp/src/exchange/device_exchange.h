@@ -128,7 +128,7 @@ class DeviceExchange final : public Exchange {
   void start_generation(std::uint64_t first_epoch, std::int64_t first_round);
   template <class T>
   void upload(std::int64_t offset, const std::vector<T>& values) {
-    device_->upload(shared_at<std::byte>(offset), values.data(),
+    device_->upload(shared_at<std::byte>(offset), static_cast<const void*>(values.data()),
                     static_cast<std::int64_t>(values.size() * sizeof(T)));
   }
 

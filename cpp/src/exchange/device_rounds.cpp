@@ -28,8 +28,7 @@ std::uint64_t word(std::int64_t value) noexcept { return static_cast<std::uint64
 
 }  // namespace
 
-// --- What kernels are told
-// ------------------------------------------------------------------------
+// --- What kernels are told ----------------------------------------------------------------------
 
 std::int32_t* DeviceExchange::rows_per_rank(const Slot& slot) const noexcept {
   const DeviceRouting* const routing = routing_of(slot);
@@ -116,11 +115,10 @@ void DeviceExchange::signal(const Slot& slot, const exec::DeviceFlags& flags, bo
   device_->signal(params, slot.call_stream);
 }
 
-// --- Dispatch
-// -------------------------------------------------------------------------------------
+// --- Dispatch -----------------------------------------------------------------------------------
 
 void DeviceExchange::plan_tokens(Slot& slot, const DispatchCall& call) {
-  const exec::Stream stream = *call.inputs->stream;
+  const exec::Stream stream = call.inputs->stream.value_or(nullptr);  // was checked
   const bool is_captured = device_->is_capturing(stream);
   slot.stream = stream;
   slot.call_stream = stream;
@@ -246,8 +244,7 @@ void DeviceExchange::arrange_rows(Slot& slot) {
   device_->arrange(params, slot.call_stream);
 }
 
-// --- Combine
-// --------------------------------------------------------------------------------------
+// --- Combine ------------------------------------------------------------------------------------
 
 void DeviceExchange::combine_send(Slot& slot, const CombineCall& call) {
   const CombineInputs& in = *call.inputs;
@@ -335,8 +332,7 @@ void DeviceExchange::release(Slot& slot) {
          /*announces=*/true, /*waits=*/true);
 }
 
-// --- Poison, in the places that exchange.cpp gives reasons for
-// -------------------------------------
+// --- Poison, in the places that exchange.cpp gives reasons for ----------------------------------
 
 void DeviceExchange::poison_received(const Slot& slot) {
   if (!setup_.config.debug_poison) return;

@@ -37,8 +37,8 @@ class DeviceBackend {
   virtual std::shared_ptr<std::byte> allocate(std::int64_t bytes) = 0;
   /// Zeroed page-locked memory that the device reads and writes.
   virtual PinnedMemory allocate_pinned(std::int64_t bytes) = 0;
-  /// Page-locks `bytes` bytes from `host` on, whole pages of the caller's memory, while the result's
-  /// `host` is held.
+  /// Page-locks `bytes` bytes from `host` on, whole pages of the caller's memory, while the
+  /// result's `host` is held.
   virtual PinnedMemory pin(std::byte* host, std::int64_t bytes) = 0;
   /// These wait until it is done, and for nothing else.
   virtual void upload(std::byte* device, const void* host, std::int64_t bytes) = 0;

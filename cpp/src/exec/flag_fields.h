@@ -53,8 +53,8 @@ constexpr std::uint64_t flag_word(const FlagFields& fields, int index) noexcept 
     case 0:
       return fields.epoch;
     case 1:
-      return pair(fields.generation, static_cast<std::uint32_t>(fields.kind) |
-                                         (std::uint32_t{fields.member} << 16));
+      return pair(fields.generation,
+                  static_cast<std::uint32_t>(fields.kind) | (std::uint32_t{fields.member} << 16));
     case 2:
       return pair(fields.round_max_tokens, fields.num_tokens);
     case 3:

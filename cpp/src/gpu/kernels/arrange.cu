@@ -153,7 +153,7 @@ __device__ inline float weight_of(const Params& p, const TileRows& rows, int row
   if (all == nullptr) return 1.0F;
   const int top_k = p.round.top_k;
   const float* const weights = all + std::int64_t{rows.row_at[row]} * top_k;
-  const std::int32_t* const experts = &rows.experts[row * top_k];
+  const std::int32_t* const experts = rows.experts + std::ptrdiff_t{row} * top_k;
   float sum = weights[k];
   if (has(Fault::kWeightOfFirst)) return sum;
   for (int i = k + 1; i < top_k; ++i) {

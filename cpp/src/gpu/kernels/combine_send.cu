@@ -48,7 +48,7 @@ __device__ void copy_bytes(std::byte* to, const std::byte* from, std::int64_t by
     }
     return;
   }
-  constexpr std::int64_t kWarpBytes = 32 * 16;
+  constexpr std::int64_t kWarpBytes = std::int64_t{32} * 16;
   for (std::int64_t at = lane * 16; at < bytes; at += kCopyUnits * kWarpBytes) {
     uint4 words[kCopyUnits];
     for (int unit = 0; unit < kCopyUnits; ++unit) {

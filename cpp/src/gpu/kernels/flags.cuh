@@ -12,6 +12,8 @@
 //   the readers             the end of the waiting kernel, or __syncthreads behind `await`
 // Flag lines need no clearing: the epoch of a slot only grows.
 
+#include <cstddef>
+
 #include "exec/device_params.h"
 #include "gpu/device/device.cuh"
 #include "gpu/kernels/faults.cuh"
@@ -56,7 +58,7 @@ __device__ inline void reset_counters(exec::DeviceSlot* slot) {
 __device__ inline std::uint64_t* line_of(const exec::DeviceRound& round,
                                          const exec::DeviceFlags& flags, int window, int source) {
   auto* const lines = reinterpret_cast<std::uint64_t*>(round.windows[window] + flags.offset);
-  return lines + source * exec::kFlagWords;
+  return lines + std::ptrdiff_t{source} * exec::kFlagWords;
 }
 
 /// The epoch of the combine under way, or of the release, of the slot's round; as

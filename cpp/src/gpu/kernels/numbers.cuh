@@ -258,7 +258,8 @@ __device__ void store_vector(std::byte* at, const float* numbers) {
   } else {
     std::uint32_t words[kVector / 2];
     for (int i = 0; i < kVector / 2; ++i) {
-      words[i] = rounded<kType>(numbers[2 * i]) | (rounded<kType>(numbers[2 * i + 1]) << 16);
+      const float* const both = numbers + std::ptrdiff_t{2} * i;
+      words[i] = rounded<kType>(both[0]) | (rounded<kType>(both[1]) << 16);
     }
     st16(at, make_uint4(words[0], words[1], words[2], words[3]));
   }
