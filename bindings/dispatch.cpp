@@ -121,7 +121,7 @@ Args:
     topk_weights: ``[T, K]`` float32.
     round_max_tokens: m with T <= m <= max_tokens_per_rank, equal on all ranks; default the latter.
     routing: send along the rows of an earlier dispatch.
-    num_tokens_per_rank: every rank's T where known; verified. Not on a GPU.
+    num_tokens_per_rank: every rank's T where known; verified, on a GPU by host_counts.
     num_tokens: one int32; only the first n rows are tokens. On a GPU it is read when the work runs:
         a graph replays with another number.
     invalid_expert_id: written to the ids of rows without a token; default -1.

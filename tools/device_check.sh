@@ -75,8 +75,17 @@ for tokens in 1 8 32 128; do
 done
 step bench-4096 40 "$program" bench ranks=8 tokens=4096 hidden=7168 experts=256 rounds=20
 step bench-by-expert 30 "$program" bench ranks=8 tokens=128 hidden=7168 experts=256 rounds=100 layout=expert_major
+if python3 -c 'import flashinfer, torch; torch.cuda.init()' 2>/dev/null; then
+  # The first use may compile its kernels.
+  for tokens in 1 128 4096; do
+    step "flashinfer-$tokens" 60 python3 tools/device_check_flashinfer.py --tokens "$tokens"
+  done
+else
+  echo "flashinfer: not installed, left out" | tee -a "$out/summary.txt"
+fi
 
 echo
+grep -hs '^flashinfer:' "$out"/flashinfer-*.txt
 grep -h '^bench:' "$out"/bench-*.txt
 cat "$out/summary.txt"
 exit "$status"

@@ -67,7 +67,7 @@ class AllToAll(_core.AllToAll):
         workspace_of: another exchange of equal strategy, max_in_flight and (two_sided)
             channel_bytes whose memory and order of rounds this one shares, as two kinds of layers
             of one model may; its workspace must have room. Failure, reset, mask and abort are then
-            shared, too.
+            shared, too. Not on a GPU.
         num_experts: E, over all ranks.
         top_k: K, experts per token, 1 to 1024.
         max_tokens_per_rank: M, the most tokens that *one* rank may have in a round.

@@ -149,10 +149,10 @@ def test_a_late_rank_is_named() -> None:
             ) as caught:
                 recv.host_counts()
             assert caught.value.rank == 1
+            assert a2a.is_failed
             for call in (a2a.check, lambda: rank.dispatch(a2a, IDS, tokens(3))):
                 with pytest.raises((fanfold.PeerTimeout, fanfold.InvalidState)):
                     call()
-            assert a2a.is_failed
         rank.comm.barrier()
         a2a.reset()
         assert not a2a.is_failed

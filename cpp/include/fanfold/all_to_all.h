@@ -127,7 +127,7 @@ class FANFOLD_EXPORT AllToAll {
   /// of high_throughput, whose memory grows with need) and its private memory. Collective.
   /// @throws InvalidArgument  `config` contradicts itself (nothing was allocated), or the ranks'
   ///         configurations differ: on every rank, naming the field and both values.
-  /// @throws Unsupported  the strategy lacks the layout or a wire.
+  /// @throws Unsupported  the strategy lacks the layout or a wire; on a GPU also `workspace_of`.
   /// @throws CapacityExceeded  the caller's buffers of `allocator` have no room: on every rank.
   /// On a GPU: memory of `config.device_index`, from an allocator of its own or one whose memory is
   /// of that device (InvalidArgument). Synchronizes with its own copies only. Graph capture: not

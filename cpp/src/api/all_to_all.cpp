@@ -202,7 +202,8 @@ void AllToAll::close(std::optional<std::chrono::nanoseconds> timeout) {
 
 bool AllToAll::is_closed() const noexcept { return impl_ == nullptr || impl_->is_closed(); }
 bool AllToAll::is_failed() const noexcept {
-  return impl_ != nullptr && impl_->session().has_failed();
+  return impl_ != nullptr &&
+         (impl_->session().has_failed() || impl_->exchange().kernels_have_failed());
 }
 
 void AllToAll::check() const {

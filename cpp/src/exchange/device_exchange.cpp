@@ -183,11 +183,19 @@ void DeviceExchange::throw_report(exec::DeviceFailure failure) {
   control().throw_late(target, std::chrono::nanoseconds(timeout));
 }
 
-void DeviceExchange::throw_if_kernels_failed() {
+exec::DeviceFailure DeviceExchange::failure() const noexcept {
+  if (report_.host == nullptr) return exec::DeviceFailure::kNone;
   // Acquire: the rest of the report was stored before.
-  const auto failure =
-      static_cast<exec::DeviceFailure>(__atomic_load_n(&report().failure, __ATOMIC_ACQUIRE));
-  if (failure != exec::DeviceFailure::kNone) throw_report(failure);
+  return static_cast<exec::DeviceFailure>(__atomic_load_n(&report().failure, __ATOMIC_ACQUIRE));
+}
+
+bool DeviceExchange::kernels_have_failed() const noexcept {
+  return failure() != exec::DeviceFailure::kNone;
+}
+
+void DeviceExchange::throw_if_kernels_failed() {
+  const exec::DeviceFailure known = failure();
+  if (known != exec::DeviceFailure::kNone) throw_report(known);
 }
 
 void DeviceExchange::check() const {

@@ -33,6 +33,7 @@ class DeviceExchange final : public Exchange {
   std::uint32_t generation() const noexcept override { return control().generation(); }
   std::int64_t num_ids_dropped_by_kernels() const noexcept override;
 
+  bool kernels_have_failed() const noexcept override;
   void throw_if_kernels_failed() override;
   void use_stream(Slot& slot, const std::optional<void*>& stream, const char* call) override;
   void settle(Slot& /*slot*/, base::Deadline /*deadline*/) override {}
@@ -136,6 +137,7 @@ class DeviceExchange final : public Exchange {
     return *reinterpret_cast<exec::DeviceReport*>(report_.host.get());
   }
   std::int64_t round_of_report(const exec::DeviceReport& report) const noexcept;
+  exec::DeviceFailure failure() const noexcept;
   [[noreturn]] void throw_report(exec::DeviceFailure failure);
 
   std::shared_ptr<SharedWindow> window_;

@@ -121,6 +121,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   virtual std::uint32_t generation() const noexcept = 0;
 
   // On a GPU a call enqueues on a stream. Elsewhere these do nothing.
+  virtual bool kernels_have_failed() const noexcept { return false; }
   /// Throws what kernels have reported. Does not wait.
   virtual void throw_if_kernels_failed() {}
   /// The stream of the next phase of the slot's round, none: the round's; `call` names it.
