@@ -11,6 +11,7 @@ Usage: device_check_flashinfer.py [--ranks 8] [--tokens 128] [--hidden 7168] [--
 from __future__ import annotations
 
 import argparse
+import importlib
 import statistics
 from typing import Any
 
@@ -36,20 +37,18 @@ class Ranks:
     """All ranks of one device: streams, inputs and their parts of one workspace."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        import torch
-        from flashinfer import comm
-
         self.options = options
-        self.comm: Any = comm
-        self.torch: Any = torch
+        self.comm: Any = importlib.import_module("flashinfer.comm")
+        torch: Any = importlib.import_module("torch")
+        self.torch = torch
         row_bytes = 2 * options.hidden
-        size = comm.moe_a2a_get_workspace_size_per_rank(
+        size = self.comm.moe_a2a_get_workspace_size_per_rank(
             options.ranks, options.tokens, row_bytes + 4 * options.top_k, row_bytes
         )
         size = (size + 127) // 128 * 128
         self.workspace = torch.zeros(options.ranks, size, dtype=torch.uint8, device="cuda")
         self.metainfo = [
-            comm.moe_a2a_initialize(self.workspace, rank, options.ranks, options.tokens)
+            self.comm.moe_a2a_initialize(self.workspace, rank, options.ranks, options.tokens)
             for rank in range(options.ranks)
         ]
         self.streams = [torch.cuda.Stream() for _ in range(options.ranks)]
