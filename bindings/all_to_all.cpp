@@ -22,9 +22,14 @@ using Class = nb::class_<BoundAllToAll>;
 void bind_state(Class& c) {
   c.def(
        "set_active_mask",
-       [](BoundAllToAll& self, const std::vector<bool>& mask) { self.core.set_active_mask(mask); },
+       [](BoundAllToAll& self, const std::vector<bool>& mask) {
+         const nogil released;
+         self.core.set_active_mask(mask);
+       },
        "mask"_a,
-       "Leaves ranks out from the next dispatch on: one bool per rank, equal on all active ranks.")
+       "Leaves ranks out from the next dispatch on: one bool per rank, equal on all active ranks.\n"
+       "On a GPU it waits for all work of the device; not in a graph capture, and graphs captured\n"
+       "before take the new mask, too.")
       .def(
           "set_placement",
           [](BoundAllToAll& self, nb::handle placement, Seconds timeout_s) {
@@ -37,7 +42,9 @@ void bind_state(Class& c) {
                   "fanfold.placement.Placement, timeout_s: float | None = None) -> None"),
           R"doc(Move experts: as many (physical) experts, placed anew.
 
-Collective; waits for every active rank. Routings made before are refused afterwards.
+Collective; waits for every active rank. Routings made before are refused afterwards. On a GPU it
+first waits for all work of the device; not in a graph capture, and graphs captured before, but for
+rounds along a routing, take the new placement, too.
 
 Args:
     placement: "linear", "round_robin", a table with the rank of each expert, or a Placement.
@@ -55,10 +62,16 @@ Raises:
           },
           "num_workers"_a,
           "Threads that move rows in large rounds, the caller's included; 1 to 256, at first 1.\n"
-          "Results stay the same, bit for bit. Local; between calls.")
+          "Results stay the same, bit for bit. Local; between calls. No effect on a GPU.")
       .def(
-          "abort", [](BoundAllToAll& self, const std::string& reason) { self.core.abort(reason); },
-          "reason"_a, "Makes the waits of all ranks raise PeerAborted(rank, reason); any thread.")
+          "abort",
+          [](BoundAllToAll& self, const std::string& reason) {
+            const nogil released;
+            self.core.abort(reason);
+          },
+          "reason"_a,
+          "Makes the waits of all ranks raise PeerAborted(rank, reason); any thread. On a GPU the\n"
+          "kernels of all ranks stop waiting, and their next calls raise it.")
       .def(
           "reset",
           [](BoundAllToAll& self, Seconds timeout_s) {
@@ -66,7 +79,8 @@ Raises:
             self.core.reset(to_timeout(timeout_s));
           },
           nb::kw_only(), "timeout_s"_a = nb::none(),
-          "Brings a failed AllToAll back and ends its open rounds; collective, waits.")
+          "Brings a failed AllToAll back and ends its open rounds; collective, waits, on a GPU\n"
+          "first for all work of the device. Not in a graph capture.")
       .def(
           "close",
           [](BoundAllToAll& self, Seconds timeout_s) {
@@ -76,10 +90,16 @@ Raises:
             self.core.close(to_timeout(timeout_s));
           },
           nb::kw_only(), "timeout_s"_a = nb::none(),
-          "Waits until every rank has closed or left, then gives the workspace back. Idempotent.")
+          "Waits until every rank has closed or left, then gives the workspace back. Idempotent.\n"
+          "On a GPU it first waits for all work of the device. Not in a graph capture.")
       .def(
-          "check", [](const BoundAllToAll& self) { self.core.check(); },
-          "Raises what the last failed call raised, or that a peer aborted or left. Never waits.")
+          "check",
+          [](const BoundAllToAll& self) {
+            const nogil released;
+            self.core.check();
+          },
+          "Raises what the last failed call raised, or that a peer aborted or left; on a GPU also\n"
+          "what kernels have reported so far. Never waits.")
       .def(
           "feasible",
           [](const BoundAllToAll& self, std::int64_t round_max_tokens, std::int64_t row_bytes,

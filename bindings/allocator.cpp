@@ -13,9 +13,9 @@
 
 #include "bind.h"
 #include "convert.h"
-#include "fanfold/build_info.h"
 #include "fanfold/error.h"
 #include "gpu_memory.h"
+#include "simulator.h"
 
 namespace fanfold::python {
 namespace {
@@ -28,9 +28,9 @@ DeviceType device_of_tensors(const AllocatorMemory& memory) {
 }
 
 std::vector<OwnBuffer> to_buffers(Arguments& args, nb::handle values, DeviceType device) {
-  Framework framework{};
+  TensorType type;
   std::vector<OwnBuffer> buffers;
-  for (const TensorView& view : args.views(values, "buffers", framework)) {
+  for (const TensorView& view : args.views(values, "buffers", type)) {
     if (view.device != device || !view.is_contiguous()) {
       throw InvalidArgument(std::string("buffers: expected contiguous ") + name_of_device(device) +
                             " tensors, got " + view.describe());
@@ -52,7 +52,7 @@ void make_allocator(Allocator* self, Communicator& communicator, nb::handle buff
   Arguments args;
   if (!buffers.is_none()) {
     // The simulated device's tensors are the host's to everybody else.
-    const bool on_host = !gpu || std::string(build_info().cuda) == "simulated";
+    const bool on_host = !gpu || is_simulated();
     own = to_buffers(args, buffers, on_host ? DeviceType::kCpu : DeviceType::kGpu);
   }
   const nb::gil_scoped_release released;

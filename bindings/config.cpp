@@ -6,11 +6,13 @@
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "device.h"
 #include "fanfold/error.h"
 
 namespace fanfold::python {
@@ -144,6 +146,11 @@ AllToAllConfig to_config(const nb::dict& fields) {
   if (fields.contains("dtype")) config.dtype = to_dtype(fields["dtype"]);
   if (fields.contains("combine_dtype")) config.combine_dtype = to_dtype(fields["combine_dtype"]);
   if (fields.contains("placement")) config.placement = to_placement(fields["placement"]);
+  if (fields.contains("device")) {
+    const std::optional<int> gpu = to_gpu(fields["device"]);
+    config.device = gpu ? DeviceType::kGpu : DeviceType::kCpu;
+    config.device_index = gpu.value_or(0);
+  }
   if (fields.contains("dispatch_wire")) config.dispatch_wire = to_wire(fields, "dispatch_wire");
   if (fields.contains("combine_wire")) config.combine_wire = to_wire(fields, "combine_wire");
   if (fields.contains("timeout_s")) {
@@ -174,7 +181,7 @@ nb::dict to_dict(const AllToAllConfig& config) {
     }
   }
   fields["timeout_s"] = std::chrono::duration<double>(config.timeout).count();
-  fields["device"] = "cpu";
+  fields["device"] = name_of_device(config.device, config.device_index);
   return fields;
 }
 

@@ -8,8 +8,11 @@
 #include <new>
 
 #include "fanfold/error.h"
+#include "simulator.h"
 
 namespace fanfold::python {
+
+using namespace nanobind::literals;
 
 // DLPack's C exchange API (dlpack.h 1.3, DLPackExchangeAPI): a producer's type carries a capsule
 // with functions that fill a DLTensor without allocating. It saves two microseconds per tensor.
@@ -21,10 +24,15 @@ struct ExchangeApi {
   void* managed_tensor_from_object;
   void* managed_tensor_to_object;
   int (*tensor_from_object)(void* object, nb::dlpack::dltensor* out);
-  void* current_work_stream;
+  int (*current_work_stream)(int device_type, std::int32_t device, void** out);
 };
 
 namespace {
+
+// DLPack's numbers of devices.
+constexpr int kDlCpu = 1;
+constexpr int kDlCuda = 2;
+constexpr int kDlCudaHost = 3;
 
 /// Null when the type has none that we can use.
 const ExchangeApi* exchange_api_of(nb::handle type) {
@@ -140,8 +148,6 @@ TensorView to_view(const nb::dlpack::dltensor& tensor, const char* name) {
   view.data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
   view.dtype = *dtype;
   view.ndim = tensor.ndim;
-  constexpr int kDlCpu = 1;
-  constexpr int kDlCudaHost = 3;
   const int device = tensor.device.device_type;
   view.device = device == kDlCpu || device == kDlCudaHost ? DeviceType::kCpu : DeviceType::kGpu;
   if (view.device == DeviceType::kGpu) view.device_index = tensor.device.device_id;
@@ -235,6 +241,13 @@ bool same(const TensorView& a, const TensorView& b) noexcept {
 
 }  // namespace
 
+std::optional<void*> current_stream(const ExchangeApi& api, int device) {
+  void* stream = nullptr;
+  if (api.current_work_stream == nullptr) return std::nullopt;
+  if (api.current_work_stream(kDlCuda, device, &stream) != 0) throw nb::python_error();
+  return stream;
+}
+
 const TensorType& TensorTypeCache::of(nb::handle tensor) {
   const nb::handle type = tensor.type();
   if (last_.type.is(type)) return last_;
@@ -247,16 +260,43 @@ const TensorType& TensorTypeCache::of(nb::handle tensor) {
   return last_;
 }
 
+// Producers on a GPU make the consumer's stream wait for theirs unless they are told not to: the
+// caller orders the streams.
+nb::object Arguments::producer_of(nb::handle value) const {
+  if (!gpu_ || !nb::hasattr(value, "__dlpack_device__")) return nb::borrow(value);
+  const nb::object device = value.attr("__dlpack_device__")();
+  if (nb::cast<int>(device[0]) != kDlCuda) return nb::borrow(value);
+  const nb::object produce = value.attr("__dlpack__");
+  constexpr int kNoStream = -1;
+  try {
+    return produce("stream"_a = kNoStream, "max_version"_a = nb::make_tuple(1, 0));
+  } catch (const nb::python_error& error) {
+    if (!error.matches(PyExc_TypeError)) throw;
+  }
+  return produce("stream"_a = kNoStream);  // from before there were versions
+}
+
+TensorView Arguments::placed(TensorView view) {
+  label_ = view.device;
+  if (!gpu_ || !is_simulated() || view.device != DeviceType::kCpu) return view;
+  const bool is_empty = view.num_elements() == 0;
+  const std::optional<int> device = is_empty ? gpu_ : simulated_device_of(view.data);
+  if (!device) return view;
+  view.device = DeviceType::kGpu;
+  view.device_index = *device;
+  return view;
+}
+
 TensorView Arguments::view(nb::handle value, const char* name) {
   if (value.is_none()) return {};
   nb::dlpack::dltensor tensor{};
   if (const ExchangeApi* api = types_.of(value).api) {
     if (api->tensor_from_object(value.ptr(), &tensor) != 0) throw nb::python_error();
-    return to_view(tensor, name);
+    return placed(to_view(tensor, name));
   }
   nb::ndarray<nb::ro> array;
   std::optional<DType> extension;
-  if (!nb::try_cast<nb::ndarray<nb::ro>>(value, array, false)) {
+  if (!nb::try_cast<nb::ndarray<nb::ro>>(producer_of(value), array, false)) {
     extension = extension_dtype(value);
     if (!extension ||
         !nb::try_cast<nb::ndarray<nb::ro>>(as_bits(value, *extension), array, false)) {
@@ -273,15 +313,15 @@ TensorView Arguments::view(nb::handle value, const char* name) {
   TensorView view = to_view(tensor, name);
   if (extension) view.dtype = *extension;
   kept_.push_back(std::move(array));
-  return view;
+  return placed(view);
 }
 
 TensorView Arguments::output(nb::handle value, const char* name) {
   const TensorView view = this->view(value, name);
   // Producers with the exchange API have no read-only tensors.
   if (value.is_none() || types_.of(value).api != nullptr) return view;
-  const nb::object array =
-      is_extension(view.dtype) ? as_bits(value, view.dtype) : nb::borrow(value);
+  const bool as_numbers = !is_extension(view.dtype) || !extension_dtype(value);
+  const nb::object array = as_numbers ? producer_of(value) : as_bits(value, view.dtype);
   nb::ndarray<> writable;
   if (!nb::try_cast<nb::ndarray<>>(array, writable, false)) {
     throw InvalidArgument(std::string(name) +
@@ -290,8 +330,7 @@ TensorView Arguments::output(nb::handle value, const char* name) {
   return view;
 }
 
-std::vector<TensorView> Arguments::views(nb::handle values, const char* name,
-                                         Framework& framework) {
+std::vector<TensorView> Arguments::views(nb::handle values, const char* name, TensorType& first) {
   if (!nb::isinstance<nb::list>(values) && !nb::isinstance<nb::tuple>(values)) {
     throw InvalidArgument(std::string(name) + ": expected a list of tensors, got " +
                           name_of_type(values));
@@ -305,8 +344,11 @@ std::vector<TensorView> Arguments::views(nb::handle values, const char* name,
       throw InvalidArgument(std::string(name) + ": expected tensors, got None at " +
                             std::to_string(i));
     }
-    if (i == 0) framework = framework_of(value);
     all[i] = view(value, name);
+    if (i == 0) {
+      first = type_of(value);
+      if (label_ == DeviceType::kCpu) first.api = nullptr;
+    }
     kept_objects_.push_back(value);  // the list may change while the call runs
   }
   return all;
@@ -321,8 +363,8 @@ nb::object make_tensor(const TensorView& view, Framework framework,
   return cast_as(view, framework, capsule);
 }
 
-nb::object new_tensor(DType dtype, const std::vector<std::int64_t>& shape, Framework framework,
-                      TensorView& view) {
+nb::object new_host_tensor(DType dtype, const std::vector<std::int64_t>& shape, Framework framework,
+                           TensorView& view) {
   view = TensorView();
   view.dtype = dtype;
   view.ndim = static_cast<int>(shape.size());

@@ -25,6 +25,10 @@ enum class Framework : std::uint8_t { kDlpack, kNumpy, kTorch };
 
 struct ExchangeApi;  // of DLPack; see convert.cpp
 
+/// The stream on which the framework of that interface works now, on this thread and that CUDA
+/// device; nothing where it does not tell.
+std::optional<void*> current_stream(const ExchangeApi& api, int device);
+
 /// What is known of a type of tensors. Looking it up costs as much as a small copy.
 struct TensorType {
   nb::object type;  // keeps the pointers valid
@@ -47,20 +51,29 @@ class TensorTypeCache {
 class Arguments {
  public:
   Arguments() : types_(own_types_) {}
-  explicit Arguments(TensorTypeCache& types) : types_(types) {}
+  /// `gpu`: the CUDA device of the object that was called, nothing on the CPU.
+  Arguments(TensorTypeCache& types, std::optional<int> gpu) : types_(types), gpu_(gpu) {}
 
   /// The tensor `value`, any DLPack producer; an empty view for None.
   /// @throws InvalidArgument  not a tensor, or a dtype that the library does not know.
   TensorView view(nb::handle value, const char* name);
   /// The same for a tensor that will be written. @throws InvalidArgument  it is read-only.
   TensorView output(nb::handle value, const char* name);
-  /// A list or tuple of tensors; their framework is the first one's.
-  std::vector<TensorView> views(nb::handle values, const char* name, Framework& framework);
-  Framework framework_of(nb::handle tensor) { return types_.of(tensor).framework; }
+  /// A list or tuple of tensors; `first` becomes the type of the first one, without its interface
+  /// if that tensor does not say that it lies on a GPU.
+  std::vector<TensorView> views(nb::handle values, const char* name, TensorType& first);
+  const TensorType& type_of(nb::handle tensor) { return types_.of(tensor); }
 
  private:
+  /// What to import in place of `value`.
+  nb::object producer_of(nb::handle value) const;
+  /// The view of a tensor of the simulated device, which says that it is the CPU's, as of a GPU's.
+  TensorView placed(TensorView view);
+
   TensorTypeCache own_types_;
   TensorTypeCache& types_;
+  std::optional<int> gpu_;
+  DeviceType label_ = DeviceType::kCpu;  // what the last tensor says of itself
   std::vector<nb::ndarray<nb::ro>> kept_;
   std::vector<nb::object> kept_objects_;
 };
@@ -69,9 +82,9 @@ class Arguments {
 nb::object make_tensor(const TensorView& view, Framework framework,
                        std::shared_ptr<const void> owner);
 
-/// A new contiguous tensor; `view` becomes its view.
-nb::object new_tensor(DType dtype, const std::vector<std::int64_t>& shape, Framework framework,
-                      TensorView& view);
+/// A new contiguous tensor on the CPU; `view` becomes its view.
+nb::object new_host_tensor(DType dtype, const std::vector<std::int64_t>& shape, Framework framework,
+                           TensorView& view);
 
 /// Tensor objects over memory of one AllToAll, made once: making one costs microseconds.
 class TensorCache {

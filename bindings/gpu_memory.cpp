@@ -5,13 +5,12 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <charconv>
 #include <new>
-#include <system_error>
 #include <utility>
 
 #include "bind.h"
 #include "convert.h"
+#include "device.h"
 #include "fanfold/error.h"
 #include "fanfold/fabric_memory.h"
 
@@ -41,41 +40,22 @@ std::optional<std::string> name_of_kind(const AllocatorMemory& memory) {
   return std::nullopt;
 }
 
-/// torch's current device, where torch is loaded and has one.
-int current_device() {
-  const nb::dict modules = nb::module_::import_("sys").attr("modules");
-  if (!modules.contains("torch")) return 0;
-  const nb::object cuda = nb::object(modules["torch"]).attr("cuda");
-  if (!nb::cast<bool>(cuda.attr("is_available")())) return 0;
-  return nb::cast<int>(cuda.attr("current_device")());
-}
-
 std::string device_of(const AllocatorMemory& memory) {
-  if (memory.device == DeviceType::kCpu) return "cpu";
-  return "cuda:" + std::to_string(memory.device_index);
+  return name_of_device(memory.device, memory.device_index);
 }
 
 }  // namespace
 
 std::optional<GpuMemoryConfig> to_gpu_memory(nb::handle device,
                                              const std::vector<std::string>& kinds) {
-  const std::string name = nb::cast<std::string>(nb::str(device));
-  if (name == "cpu") {
+  const std::optional<int> gpu = to_gpu(device);
+  if (!gpu) {
     if (kinds.empty()) return std::nullopt;
     throw InvalidArgument("kinds: expected none for device 'cpu', got " +
                           std::to_string(kinds.size()));
   }
-  const std::string prefix = "cuda";
   GpuMemoryConfig config;
-  bool is_good = name.rfind(prefix, 0) == 0;
-  if (name == prefix) config.device = current_device();
-  if (is_good && name.size() > prefix.size()) {
-    const char* const begin = name.data() + prefix.size() + 1;
-    const char* const end = name.data() + name.size();
-    const auto parsed = std::from_chars(begin, end, config.device);
-    is_good = name[prefix.size()] == ':' && parsed.ec == std::errc() && parsed.ptr == end;
-  }
-  if (!is_good) throw InvalidArgument("device: expected cpu, cuda or cuda:N, got '" + name + "'");
+  config.device = *gpu;
   for (const std::string& kind : kinds) config.kinds.push_back(to_kind(kind));
   return config;
 }

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "bind.h"
+#include "simulator.h"
 
 NB_MODULE(_core, m) {
   m.doc() = "Native part of fanfold.";
@@ -20,6 +21,7 @@ NB_MODULE(_core, m) {
   fanfold::python::bind_records(m);
   fanfold::python::bind_all_to_all(m);
   fanfold::python::bind_capture(m);
+  fanfold::python::bind_simulator(m);
   m.def(
       "build_info",
       [] {

@@ -23,15 +23,16 @@ nb::object payloads_of(BoundReceived& self) {
   return self.payloads;
 }
 
-void release_round(BoundReceived& self) {
+void release_round(BoundReceived& self, nb::handle stream) {
+  const std::optional<void*> on = self.owner().stream_of(stream);
   const nb::gil_scoped_release released;
-  self.owner().core.release(self.core.handle());
+  self.owner().core.release(self.core.handle(), on);
 }
 
 void leave(BoundReceived& self, nb::handle error) {
   if (!self.core.is_open()) return;
   if (error.is_none()) {
-    release_round(self);
+    release_round(self, nb::none());
   } else {
     self.owner().core.abort("an exception left the round's with block");
   }
@@ -98,9 +99,16 @@ void bind_values(nb::module_& m) {
   nb::class_<Routing>(m, "Routing",
                       "Counts and indices of one dispatch in memory of their own; give it to\n"
                       "dispatch(routing=...) to send new payloads along the same rows.")
-      .def_prop_ro("num_tokens", &Routing::num_tokens)
+      .def_prop_ro("num_tokens", &Routing::num_tokens,
+                   "T of this rank; of a GPU's, the rows that dispatch was given.")
       .def_prop_ro("round_max_tokens", &Routing::round_max_tokens)
-      .def_prop_ro("rank_counts", &Routing::rank_counts);
+      .def_prop_ro(
+          "rank_counts",
+          [](const Routing& self) {
+            const nb::gil_scoped_release released;
+            return self.rank_counts();
+          },
+          "Rows that each rank sent here. Of a GPU's: waits for the stream that it was made on.");
 
   nb::class_<HostCounts>(m, "HostCounts", "Host copies of the counts.")
       .def_ro("rank_counts", &HostCounts::rank_counts, "As Received.rank_counts.")
@@ -112,18 +120,38 @@ void bind_values(nb::module_& m) {
 
 void bind_received(nb::module_& m) {
   bind_values(m);
-  nb::class_<BoundReceived> c(m, "Received",
-                              "What one dispatch received. Valid until its combine or release is\n"
-                              "called; afterwards every attribute raises InvalidState.");
+  nb::class_<BoundReceived> c(
+      m, "Received",
+      "What one dispatch received. Valid until its combine or release is called; afterwards every\n"
+      "attribute raises InvalidState. On a GPU the tensors are the device's, to be used on the\n"
+      "stream of the round's dispatch_recv or behind it; attributes enqueue there what they make "
+      "on\n"
+      "first use, and never synchronize.");
   bind_views(c);
   c.def_prop_ro("handle", [](const BoundReceived& self) { return self.core.handle(); })
-      .def_prop_ro("routing", [](const BoundReceived& self) { return self.core.routing(); })
+      .def_prop_ro(
+          "routing",
+          [](const BoundReceived& self) {
+            const nb::gil_scoped_release released;
+            return self.core.routing();
+          },
+          "Copies the counts and indices. On a GPU to new memory, on the stream of the round; not\n"
+          "in a graph capture.")
       .def_prop_ro("is_open", [](const BoundReceived& self) { return self.core.is_open(); })
       .def_prop_ro("round_max_tokens",
                    [](const BoundReceived& self) { return self.core.round_max_tokens(); })
+      .def_prop_ro(
+          "num_tokens", [](const BoundReceived& self) { return self.core.num_tokens(); },
+          "T of this rank; on a GPU the rows that dispatch was given.")
       .def(
-          "host_counts", [](const BoundReceived& self) { return self.core.host_counts(); },
-          "Counts as Python lists. On the CPU it does not wait.")
+          "host_counts",
+          [](const BoundReceived& self) {
+            const nb::gil_scoped_release released;
+            return self.core.host_counts();
+          },
+          "Counts as Python lists. On the CPU it does not wait; on a GPU it waits for the stream "
+          "of\n"
+          "the round and raises what kernels reported. Not in a graph capture.")
       .def(
           "combine_buffer",
           [](BoundReceived& self, std::optional<std::int64_t> hidden, nb::object dtype) {
@@ -137,9 +165,8 @@ void bind_received(nb::module_& m) {
           "combine",
           [](BoundReceived& self, nb::handle y, nb::handle out, nb::handle topk_weights,
              bool release, std::optional<double> timeout_s, nb::handle stream) {
-            check_stream(stream);
             return combine(self.owner(), self.core.handle(), y, out, topk_weights, release,
-                           timeout_s);
+                           timeout_s, stream);
           },
           "y"_a.none(), "out"_a = nb::none(), nb::kw_only(), "topk_weights"_a = nb::none(),
           "release"_a = true, "timeout_s"_a = nb::none(), "stream"_a = nb::none(),
@@ -147,7 +174,9 @@ void bind_received(nb::module_& m) {
                   "None, release: bool = True, timeout_s: float | None = None, stream: object "
                   "= None) -> typing.Any"),
           "Adds each token's rows; see AllToAll.combine.")
-      .def("release", &release_round, "Ends the round without a combine.")
+      .def("release", &release_round, nb::kw_only(), "stream"_a = nb::none(),
+           nb::sig("def release(self, *, stream: object = None) -> None"),
+           "Ends the round without a combine; see AllToAll.release.")
       .def(
           "__enter__", [](nb::object self) { return self; },
           nb::sig("def __enter__(self) -> Received"))

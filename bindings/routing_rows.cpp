@@ -42,7 +42,7 @@ nb::object read_only_array(const TensorView& view, std::shared_ptr<const void> o
 nb::object to_histogram(const std::vector<std::int64_t>& counts, const RoutingSpec& spec) {
   TensorView view;
   nb::object array =
-      new_tensor(DType::kInt64, {spec.num_layers, spec.num_experts}, Framework::kNumpy, view);
+      new_host_tensor(DType::kInt64, {spec.num_layers, spec.num_experts}, Framework::kNumpy, view);
   std::memcpy(view.data, counts.data(), counts.size() * sizeof(std::int64_t));
   return array;
 }
@@ -91,8 +91,8 @@ void bind_shards(nb::module_& m) {
       "join_shards",
       [](nb::handle shards, nb::handle out) {
         Arguments args;
-        Framework framework = Framework::kDlpack;
-        join_shards(args.views(shards, "shards", framework), args.output(out, "out"));
+        TensorType type;
+        join_shards(args.views(shards, "shards", type), args.output(out, "out"));
       },
       "shards"_a, "out"_a,
       nb::sig("def join_shards(shards: collections.abc.Sequence[typing.Any], out: typing.Any) "

@@ -406,13 +406,17 @@ class Routing:
     """
 
     @property
-    def num_tokens(self) -> int: ...
+    def num_tokens(self) -> int:
+        """T of this rank; of a GPU's, the rows that dispatch was given."""
 
     @property
     def round_max_tokens(self) -> int: ...
 
     @property
-    def rank_counts(self) -> list[int]: ...
+    def rank_counts(self) -> list[int]:
+        """
+        Rows that each rank sent here. Of a GPU's: waits for the stream that it was made on.
+        """
 
 class HostCounts:
     """Host copies of the counts."""
@@ -431,8 +435,10 @@ class HostCounts:
 
 class Received:
     """
-    What one dispatch received. Valid until its combine or release is
-    called; afterwards every attribute raises InvalidState.
+    What one dispatch received. Valid until its combine or release is called; afterwards every
+    attribute raises InvalidState. On a GPU the tensors are the device's, to be used on the
+    stream of the round's dispatch_recv or behind it; attributes enqueue there what they make on
+    first use, and never synchronize.
     """
 
     @property
@@ -506,7 +512,11 @@ class Received:
     def handle(self) -> Round: ...
 
     @property
-    def routing(self) -> Routing: ...
+    def routing(self) -> Routing:
+        """
+        Copies the counts and indices. On a GPU to new memory, on the stream of the round; not
+        in a graph capture.
+        """
 
     @property
     def is_open(self) -> bool: ...
@@ -515,7 +525,10 @@ class Received:
     def round_max_tokens(self) -> int: ...
 
     def host_counts(self) -> HostCounts:
-        """Counts as Python lists. On the CPU it does not wait."""
+        """
+        Counts as Python lists. On the CPU it does not wait; on a GPU it waits for the stream of
+        the round and raises what kernels reported. Not in a graph capture.
+        """
 
     def combine_buffer(self, hidden: int | None = None, dtype: object = None) -> Any:
         """
@@ -525,8 +538,8 @@ class Received:
     def combine(self, y: object, out: Any = None, *, topk_weights: object = None, release: bool = True, timeout_s: float | None = None, stream: object = None) -> Any:
         """Adds each token's rows; see AllToAll.combine."""
 
-    def release(self) -> None:
-        """Ends the round without a combine."""
+    def release(self, *, stream: object = None) -> None:
+        """Ends the round without a combine; see AllToAll.release."""
 
     def __enter__(self) -> Received: ...
 
@@ -634,7 +647,8 @@ class AllToAll:
         """
         Send each token once to each rank that hosts one of its experts, and receive.
 
-        Rows keep the order (source rank, source token). Inputs are only read, and only until this returns.
+        Rows keep the order (source rank, source token). Inputs are only read, and only until this returns;
+        on a GPU, until the stream has passed the call.
 
         Args:
             topk_ids: ``[T, K]`` int16, int32, int64 or uint32 global expert ids, any row stride; a negative
@@ -644,11 +658,14 @@ class AllToAll:
             topk_weights: ``[T, K]`` float32.
             round_max_tokens: m with T <= m <= max_tokens_per_rank, equal on all ranks; default the latter.
             routing: send along the rows of an earlier dispatch.
-            num_tokens_per_rank: every rank's T where known; verified.
-            num_tokens: one int32; only the first n rows are tokens.
+            num_tokens_per_rank: every rank's T where known; verified. Not on a GPU.
+            num_tokens: one int32; only the first n rows are tokens. On a GPU it is read when the work runs:
+                a graph replays with another number.
             invalid_expert_id: written to the ids of rows without a token; default -1.
-            timeout_s: deadline of this call in seconds.
-            stream: not used for CPU tensors.
+            timeout_s: deadline of this call in seconds; on a GPU, of each wait of its kernels.
+            stream: on a GPU, where the work goes: an int (the address of a cudaStream_t, 0 for the legacy
+                default stream), or an object with ``cuda_stream`` or ``__cuda_stream__``. None: the current
+                stream of the payloads' framework, for torch tensors; others must give it. Not on the CPU.
 
         Returns:
             A Received with views of memory that this object owns.
@@ -662,20 +679,26 @@ class AllToAll:
             PeerTimeout, PeerAborted, PeerLost: see the class.
 
         Stream:
-            Runs and waits on the calling thread; the GIL is released.
+            CPU: runs and waits on the calling thread; the GIL is released. GPU: enqueues on ``stream``, never
+            synchronizes; what kernels report is raised by the next call that looks. Tensors must be ready on
+            ``stream``: nothing else orders them. Graph capture: allowed; the round must end in it.
         """
 
     def dispatch_send(self, topk_ids: object, payloads: Sequence[Any], *, topk_weights: object = None, round_max_tokens: int | None = None, routing: Routing | None = None, num_tokens_per_rank: Sequence[int] | None = None, num_tokens: object = None, invalid_expert_id: int | None = None, timeout_s: float | None = None, stream: object = None) -> Round:
         """
-        First half of dispatch; never waits for a peer, except for a slot whose previous round
-        ended by release() while a peer still holds it. Arguments as dispatch.
+        First half of dispatch; never waits for a peer, except (CPU) for a slot whose previous
+        round ended by release() while a peer still holds it. Arguments as dispatch.
 
         Raises:
             Unsupported: the strategy has no two phases.
         """
 
-    def dispatch_recv(self, handle: Round, timeout_s: float | None = None) -> Received:
-        """Second half of dispatch; waits for every active rank."""
+    def dispatch_recv(self, handle: Round, timeout_s: float | None = None, *, stream: object = None) -> Received:
+        """
+        Second half of dispatch; waits for every active rank. GPU: the wait is enqueued on
+        ``stream``; None: as of dispatch, but other frameworks' is that of dispatch_send. Never
+        synchronizes. Graph capture: of the round's dispatch_send only.
+        """
 
     def combine_buffer(self, handle: Round, hidden: int | None = None, dtype: object = None) -> Any:
         """
@@ -695,10 +718,12 @@ class AllToAll:
             y: the experts' rows in the layout of the dispatch, float32, float16 or bfloat16. At this round's
                 combine_buffer it is used in place; outside this object's memory it is staged.
             handle: of the dispatch.
-            out: ``[T, H]`` float32, float16 or bfloat16, overwritten; None makes one of combine_dtype.
+            out: ``[T, H]`` float32, float16 or bfloat16, overwritten; None makes one of combine_dtype (on a
+                GPU for torch tensors only). On a GPU T is the number of rows that dispatch was given.
             topk_weights: weighting origin: ``[T, K]`` float32 in place of those of dispatch.
             release: False keeps the round open for another combine; equal on all ranks.
-            timeout_s: deadline of this call in seconds.
+            timeout_s: deadline of this call in seconds; on a GPU, of each wait of its kernels.
+            stream: as of dispatch; None and not torch's: that of the round's dispatch.
 
         Returns:
             ``out``.
@@ -709,19 +734,26 @@ class AllToAll:
             PeerTimeout, PeerAborted, PeerLost: see the class.
 
         Stream:
-            Runs and waits on the calling thread; the GIL is released.
+            CPU: runs and waits on the calling thread; the GIL is released. GPU: enqueues on ``stream``, never
+            synchronizes; ``y`` and ``out`` must stay until the stream has passed it. Graph capture: of the
+            round's dispatch only.
         """
 
-    def combine_send(self, y: object, handle: Round, release: bool = True) -> None:
-        """First half of combine; never waits."""
+    def combine_send(self, y: object, handle: Round, release: bool = True, *, stream: object = None) -> None:
+        """First half of combine; never waits. Stream as combine."""
 
-    def combine_recv(self, handle: Round, out: Any = None, *, topk_weights: object = None, timeout_s: float | None = None) -> Any:
-        """Second half of combine; waits for every active rank."""
+    def combine_recv(self, handle: Round, out: Any = None, *, topk_weights: object = None, timeout_s: float | None = None, stream: object = None) -> Any:
+        """
+        Second half of combine; waits for every active rank. Stream as combine.
+        """
 
-    def release(self, handle: Round) -> None:
-        """Ends a round without a combine; every rank must. Does not wait."""
+    def release(self, handle: Round, *, stream: object = None) -> None:
+        """
+        Ends a round without a combine; every rank must. Does not wait. GPU: enqueues on
+        ``stream`` (as combine), which then waits until every active rank has left the round.
+        """
 
-    def sanitize(self, ids: object, counts: object, invalid_expert_id: int = -1, policy: str = 'padding', out: Any = None) -> Any:
+    def sanitize(self, ids: object, counts: object, invalid_expert_id: int = -1, policy: str = 'padding', out: Any = None, *, stream: object = None) -> Any:
         """
         Overwrite ids that no kernel should see.
 
@@ -731,22 +763,31 @@ class AllToAll:
             invalid_expert_id: what is written.
             policy: "padding": rows without a token; "padding_and_non_local": also experts of other ranks;
                 "to_local": global id -> local id, all others invalid.
-            out: shape and dtype of ids, may be ids; None makes a new tensor.
+            out: shape and dtype of ids, may be ids; None makes a new tensor (on a GPU for torch's only).
+            stream: on a GPU, as of dispatch.
 
         Returns:
             ``out``.
+
+        Stream:
+            CPU: runs on the calling thread. GPU: enqueues on ``stream``, never synchronizes; counts outside
+            of [0, m] are taken for the nearest number inside. Graph capture: allowed.
         """
 
     def set_active_mask(self, mask: Sequence[bool]) -> None:
         """
         Leaves ranks out from the next dispatch on: one bool per rank, equal on all active ranks.
+        On a GPU it waits for all work of the device; not in a graph capture, and graphs captured
+        before take the new mask, too.
         """
 
     def set_placement(self, placement: str | Sequence[int] | fanfold.placement.Placement, timeout_s: float | None = None) -> None:
         """
         Move experts: as many (physical) experts, placed anew.
 
-        Collective; waits for every active rank. Routings made before are refused afterwards.
+        Collective; waits for every active rank. Routings made before are refused afterwards. On a GPU it
+        first waits for all work of the device; not in a graph capture, and graphs captured before, but for
+        rounds along a routing, take the new placement, too.
 
         Args:
             placement: "linear", "round_robin", a table with the rank of each expert, or a Placement.
@@ -761,27 +802,31 @@ class AllToAll:
     def set_num_workers(self, num_workers: int) -> None:
         """
         Threads that move rows in large rounds, the caller's included; 1 to 256, at first 1.
-        Results stay the same, bit for bit. Local; between calls.
+        Results stay the same, bit for bit. Local; between calls. No effect on a GPU.
         """
 
     def abort(self, reason: str) -> None:
         """
-        Makes the waits of all ranks raise PeerAborted(rank, reason); any thread.
+        Makes the waits of all ranks raise PeerAborted(rank, reason); any thread. On a GPU the
+        kernels of all ranks stop waiting, and their next calls raise it.
         """
 
     def reset(self, *, timeout_s: float | None = None) -> None:
         """
-        Brings a failed AllToAll back and ends its open rounds; collective, waits.
+        Brings a failed AllToAll back and ends its open rounds; collective, waits, on a GPU
+        first for all work of the device. Not in a graph capture.
         """
 
     def close(self, *, timeout_s: float | None = None) -> None:
         """
         Waits until every rank has closed or left, then gives the workspace back. Idempotent.
+        On a GPU it first waits for all work of the device. Not in a graph capture.
         """
 
     def check(self) -> None:
         """
-        Raises what the last failed call raised, or that a peer aborted or left. Never waits.
+        Raises what the last failed call raised, or that a peer aborted or left; on a GPU also
+        what kernels have reported so far. Never waits.
         """
 
     def feasible(self, round_max_tokens: int, row_bytes: int, layout: str) -> tuple[bool, str]:

@@ -23,6 +23,16 @@ class AllToAll(_core.AllToAll):
 
     Creation is collective: the ranks exchange and compare their configurations.
 
+    On a GPU (``device="cuda"``) the calls of a round only enqueue work on their ``stream``, and
+    "waits" means that the stream does. What goes wrong in that work (``PeerTimeout``,
+    ``PeerAborted``, ``PeerLost``, ``InvalidArgument`` where the ranks' calls differ) is raised by
+    the next call that looks: any of a round, ``check``, ``Received.host_counts``; work behind a
+    failure does nothing. All tensors lie on the device and stay alive until the stream has passed
+    the call; the caller orders the streams of one round. Nothing synchronizes but ``host_counts``,
+    ``set_active_mask``, ``set_placement``, ``reset``, ``close`` and creation, which a graph capture
+    must not hold. A round that is dispatched in a capture must end in it; every rank replays its
+    graphs in one order, and makes no round of its own between.
+
     Strategies: how rows travel. For equal layout, weighting and dtypes, without a wire,
     deterministic, all give the same results bit for bit.
         "one_sided": rows are pushed straight into the peers' memory; the fastest on one machine.
@@ -53,7 +63,7 @@ class AllToAll(_core.AllToAll):
     Args:
         communicator: the group; its state is shared, it need not be kept.
         allocator: where symmetric memory comes from, so that later exchanges can reuse it, or that
-            it lies in the caller's own buffers.
+            it lies in the caller's own buffers; for a GPU, one of memory of that device.
         workspace_of: another exchange of equal strategy, max_in_flight and (two_sided)
             channel_bytes whose memory and order of rounds this one shares, as two kinds of layers
             of one model may; its workspace must have room. Failure, reset, mask and abort are then
@@ -87,9 +97,12 @@ class AllToAll(_core.AllToAll):
         max_in_flight: rounds that may be open at once, 1 to 64.
         deterministic: sums in the stated order. False lets broadcast and gather_scatter use their
             transport's own order; see ``capabilities.error_bound``.
-        check_ids: "raise" (default) or "drop" for ids >= num_experts.
-        timeout_s: default deadline of every call, in seconds.
-        device: "cpu".
+        check_ids: "raise" (default on the CPU) or "drop" (default on a GPU) for ids >= num_experts.
+        timeout_s: default deadline of every call, in seconds; on a GPU of each wait of a kernel.
+        device: where the tensors lie and the rows move: "cpu", "cuda:1", a torch.device, or "cuda":
+            torch's current device, else 0. A GPU on all ranks or on none; ranks may share one.
+            There: strategies one_sided and low_latency ("auto" takes one_sided), layouts rank_major
+            and expert_major, top_k up to 128, up to 256 ranks.
         name: appears in messages.
         debug_poison: fill regions that ended with NaN / 0xCD.
         test_knobs: for tests of the library itself; see ``TestKnobs`` in the C++ header.
@@ -98,7 +111,8 @@ class AllToAll(_core.AllToAll):
         InvalidArgument: the configuration contradicts itself, or differs between ranks (on every
             rank, naming the field and both values).
         InvalidState: ``workspace_of`` is closed or has failed.
-        Unsupported: the strategy lacks the layout or the wire, or this build the device.
+        Unsupported: the strategy lacks the layout or the wire, or there is no such device; for a
+            GPU the text says what is missing.
         CapacityExceeded: the caller's buffers of ``allocator`` have no room (on every rank).
         PeerTimeout: a rank did not join in time.
         PeerLost: a rank is gone.

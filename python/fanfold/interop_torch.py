@@ -50,6 +50,54 @@ def from_torch(group: Any = None, *, timeout_s: float = 60.0) -> _core.Communica
     )
 
 
+class CudaTensors:
+    """CUDA tensors for `fanfold.testing`; rank r works on device r mod the number of devices.
+
+    Not yet run on a GPU.
+    """
+
+    name = "torch cuda"
+
+    def __init__(self, index: int = 0) -> None:
+        import torch
+
+        self._torch = torch
+        self.device = f"cuda:{index}"
+        self.stream: Any = torch.cuda.Stream(self.device)
+
+    def for_rank(self, rank: int) -> CudaTensors:
+        """Return tensors of the rank's device with a new stream."""
+        return CudaTensors(rank % self._torch.cuda.device_count())
+
+    def to_tensor(self, stored: Any, dtype: str) -> Any:
+        """Return a copy on the device; bfloat16 is stored as uint16."""
+        torch = self._torch
+        with torch.cuda.stream(self.stream):
+            tensor = torch.from_numpy(stored.copy()).to(self.device)
+        return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+
+    def to_array(self, tensor: Any) -> Any:
+        """Return a copy of the stored values, bfloat16 as uint16, FP8 as uint8."""
+        torch = self._torch
+        if tensor.dtype == torch.bfloat16:
+            tensor = tensor.view(torch.uint16)
+        elif tensor.element_size() == 1 and tensor.dtype.is_floating_point:
+            tensor = tensor.view(torch.uint8)
+        with torch.cuda.stream(self.stream):
+            return tensor.cpu().numpy()
+
+    def write(self, tensor: Any, stored: Any) -> None:
+        """Write stored values, once the stream has ended."""
+        rows = self.to_tensor(stored, str(tensor.dtype).rpartition(".")[2])
+        with self._torch.cuda.stream(self.stream):
+            tensor.copy_(rows)
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait for the stream."""
+        self.stream.synchronize()
+
+
 class TorchMemoryPool:
     """A ``torch.cuda.MemPool`` whose tensors lie in symmetric GPU memory. Not yet run on a GPU.
 

@@ -13,6 +13,19 @@ class TorchTensors:
     """CPU tensors; bfloat16 is stored as uint16."""
 
     name = "torch"
+    device = "cpu"
+    stream = None
+
+    def for_rank(self, rank: int) -> TorchTensors:
+        """Return itself: there is no state."""
+        return self
+
+    def write(self, tensor: Any, stored: numpy.ndarray) -> None:
+        """Copy the values."""
+        self.to_array(tensor)[...] = stored
+
+    def wait(self) -> None:
+        """Return: calls on the CPU have ended when they return."""
 
     def to_tensor(self, stored: numpy.ndarray, dtype: str) -> torch.Tensor:
         """Return a tensor that shares the array's memory."""

@@ -13,6 +13,7 @@ from fanfold.testing.conformance import (
 )
 from fanfold.testing.harness import Harness, NumpyTensors, Tensors
 from fanfold.testing.oracle import Expected, OracleRound, oracle
+from fanfold.testing.simulated import SimulatedTensors
 from fanfold.testing.spawn import (
     Outcome,
     RankEnded,
@@ -38,6 +39,7 @@ __all__ = [
     "Report",
     "Result",
     "Setup",
+    "SimulatedTensors",
     "Tensors",
     "Trial",
     "all_cases",

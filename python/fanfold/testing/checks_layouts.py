@@ -98,7 +98,9 @@ def copies_of_an_expert_share_its_tokens(harness: Harness) -> None:
         recv.release()
         given = harness.arguments(trial)
         limit = given["round_max_tokens"]
-        recv = a2a.dispatch(None, given["payloads"], routing=routing, round_max_tokens=limit)
+        recv = a2a.dispatch(
+            None, given["payloads"], routing=routing, round_max_tokens=limit, **harness.on_stream
+        )
         y = harness.experts(a2a, recv.handle, trial)
         harness.check_result(recv.combine(y, out=harness.out(trial, "float32")), trial)
 

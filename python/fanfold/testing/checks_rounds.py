@@ -188,6 +188,7 @@ def routing_serves_later_payloads(harness: Harness) -> None:
                 given["payloads"],
                 routing=routing,
                 round_max_tokens=given["round_max_tokens"],
+                **harness.on_stream,
             )
             array = harness.tensors.to_array
             wanted = trial.oracle.received(harness.rank)

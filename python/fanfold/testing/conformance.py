@@ -54,10 +54,14 @@ class Report:
         expect(not self.failures, str(self))
 
 
-def checks_for(case: Case, names: Iterable[str] | None = None) -> list[Check]:
-    """Return the checks that apply to a case."""
+def checks_for(case: Case, names: Iterable[str] | None = None, device: str = "cpu") -> list[Check]:
+    """Return the checks that apply to a case on a device."""
     wanted = CHECKS if names is None else {name: CHECKS[name] for name in names}
-    return [check for check in wanted.values() if check.applies(case)]
+    return [
+        check
+        for check in wanted.values()
+        if check.applies(case) and (check.on_gpu or device == "cpu")
+    ]
 
 
 def run_check(
@@ -173,15 +177,20 @@ def conformance(
             side on it; then every rank of it calls this with equal arguments, and a failure ends
             the run, since the ranks are no longer in step.
         strategies, layouts, checks: which ones; default all. `fanfold.testing.CHECKS` lists them.
-        tensors: how tensors are made; default NumPy.
+        tensors: how tensors are made, and so on which device rows move; default NumPy, on the CPU.
+            For a GPU: `fanfold.interop_torch.CudaTensors`; `SimulatedTensors` for the simulated
+            device. Left out there are strategies and layouts that a GPU has not, and the checks
+            `token_counts_that_the_caller_knows_are_verified` (not an argument there) and
+            `a_result_is_made_when_none_is_given` (made for torch tensors only).
         seed: of all random inputs; equal on all ranks.
 
     Returns:
         A report; `report.raise_failures()` raises AssertionError if a check failed.
     """
     report = Report()
-    for case in all_cases(strategies, layouts):
-        names = [check.name for check in checks_for(case, checks)]
+    device = "cpu" if tensors is None else tensors.device
+    for case in all_cases(strategies, layouts, device):
+        names = [check.name for check in checks_for(case, checks, device)]
         if where == "threads":
             report.results += run_case_on_threads(case, names, tensors, seed)
         elif where == "processes":

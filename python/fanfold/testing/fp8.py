@@ -23,7 +23,7 @@ def _block_scales(values: Array, wire_scale: str) -> Array:
     rows, hidden = values.shape
     padded = numpy.zeros((rows, num_blocks(hidden) * BLOCK), numpy.float32)
     padded[:, :hidden] = numpy.where(numpy.isfinite(values), numpy.abs(values), 0)
-    largest = padded.reshape(rows, -1, BLOCK).max(axis=2)
+    largest = padded.reshape(rows, num_blocks(hidden), BLOCK).max(axis=2)
     scales = numpy.maximum(largest / LARGEST, LEAST_SCALE)
     if wire_scale == "ue8m0":  # up to the next power of two
         bits = scales.view(numpy.uint32)

@@ -23,21 +23,44 @@ from fanfold.testing.trials import Case, Setup, Trial, draw_trial
 
 
 class Tensors(Protocol):
-    """Makes tensors of one framework from stored arrays, and the way back."""
+    """Makes tensors of one framework on one device from stored arrays, and the way back.
+
+    Attributes:
+        device: where the tensors lie, as `fanfold.AllToAll` is told.
+        stream: what its calls are given: a rank's own on a GPU, None on the CPU.
+    """
 
     name: str
+    device: str
+    stream: Any
+
+    def for_rank(self, rank: int) -> Tensors:
+        """Return what one rank uses; called on the rank's thread."""
 
     def to_tensor(self, stored: Array, dtype: str) -> Any:
         """Return a tensor of the framework; bfloat16 is stored as uint16."""
 
     def to_array(self, tensor: Any) -> Array:
-        """Return the stored values of a tensor."""
+        """Return the stored values of a tensor, once the work on the stream has ended."""
+
+    def write(self, tensor: Any, stored: Array) -> None:
+        """Write stored values into a tensor, once the work on the stream has ended."""
+
+    def wait(self) -> None:
+        """Wait for the work on the stream."""
 
 
 class NumpyTensors:
     """NumPy arrays; bfloat16 as `ml_dtypes` has it."""
 
     name = "numpy"
+    device = "cpu"
+    stream = None
+
+    def for_rank(self, rank: int) -> NumpyTensors:
+        """Return itself: there is no state."""
+        del rank
+        return self
 
     def to_tensor(self, stored: Array, dtype: str) -> Any:
         """Return the array itself, seen as `dtype`."""
@@ -53,6 +76,13 @@ class NumpyTensors:
         if array.dtype.name == "bfloat16":
             return array.view(numpy.uint16)
         return array.view(numpy.uint8) if array.dtype.name.startswith("float8") else array
+
+    def write(self, tensor: Any, stored: Array) -> None:
+        """Copy the values."""
+        self.to_array(tensor)[...] = stored
+
+    def wait(self) -> None:
+        """Return: calls on the CPU have ended when they return."""
 
 
 def expect(condition: bool, message: str) -> None:
@@ -82,6 +112,15 @@ class Harness:
     case: Case
     tensors: Tensors = field(default_factory=NumpyTensors)
     seed: int = 0
+    exchanges: list[fanfold.AllToAll] = field(default_factory=list, repr=False)  # that are open
+
+    def __post_init__(self) -> None:
+        self.tensors = self.tensors.for_rank(self.rank)
+
+    @property
+    def on_stream(self) -> dict[str, Any]:
+        """The argument `stream` of calls that begin a round."""
+        return {} if self.tensors.stream is None else {"stream": self.tensors.stream}
 
     @property
     def rank(self) -> int:
@@ -96,8 +135,11 @@ class Harness:
     @contextmanager
     def create(self, setup: Setup) -> Iterator[fanfold.AllToAll]:
         """Make the AllToAll of a set-up; closes it at the end, unless the check failed."""
-        a2a = fanfold.AllToAll(self.comm, **setup.keywords(self.case))
+        keywords = setup.keywords(self.case)
+        a2a = fanfold.AllToAll(self.comm, device=self.tensors.device, **keywords)
+        self.exchanges.append(a2a)
         yield a2a
+        self.exchanges.remove(a2a)
         a2a.close()
 
     def trial(self, setup: Setup, seed: int = 0, **how: Any) -> Trial:
@@ -121,7 +163,7 @@ class Harness:
             arguments["topk_weights"] = self.tensors.to_tensor(weights, "float32")
         if oracle.invalid_expert_id != -1:
             arguments["invalid_expert_id"] = oracle.invalid_expert_id
-        return {**arguments, **extra}
+        return {**arguments, **self.on_stream, **extra}
 
     def dispatch(self, a2a: fanfold.AllToAll, trial: Trial, **extra: Any) -> fanfold.Received:
         """Dispatch this rank's part of a trial and compare everything with the oracle."""
@@ -131,6 +173,7 @@ class Harness:
 
     def check_received(self, recv: fanfold.Received, trial: Trial) -> None:
         """Compare what came with what the oracle says."""
+        recv.host_counts()  # raises what went wrong on a GPU
         array = self.tensors.to_array
         wanted = trial.oracle.received(self.rank)
         expect_equal("rank_counts", array(recv.rank_counts), wanted.rank_counts)
@@ -196,9 +239,9 @@ class Harness:
         if not zero_copy:
             return self.tensors.to_tensor(mine, y_dtype)
         buffer = a2a.combine_buffer(handle, hidden=hidden, dtype=y_dtype)
-        stored = self.tensors.to_array(buffer)
-        expect(stored.shape == mine.shape, f"combine_buffer: {stored.shape} is not {mine.shape}")
-        stored[...] = mine
+        shape = tuple(buffer.shape)
+        expect(shape == mine.shape, f"combine_buffer: {shape} is not {mine.shape}")
+        self.tensors.write(buffer, mine)
         return buffer
 
     def out(self, trial: Trial, dtype: str, hidden: int | None = None) -> Any:
@@ -226,6 +269,8 @@ class Harness:
         )
         got = self.tensors.to_array(out)
         if not same_bits(got, wanted, out_dtype):
+            for a2a in self.exchanges:
+                a2a.check()  # on a GPU something may have gone wrong before
             expect_equal(f"out of {y_dtype} rows", got, wanted)
             raise AssertionError("out: differs")
 

@@ -17,6 +17,7 @@ class Check:
     """One guarantee: a function that every rank runs, and that raises if it does not hold.
 
     `is_core`: it tells layouts and strategies apart; the others look at what these share.
+    `on_gpu`: a GPU gives this guarantee, too, for tensors of every framework.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Check:
     num_ranks: int
     applies: Callable[[Case], bool]
     is_core: bool = False
+    on_gpu: bool = True
 
     def __str__(self) -> str:
         return self.name
@@ -36,12 +38,13 @@ def check(
     num_ranks: int = 4,
     applies: Callable[[Case], bool] | None = None,
     core: bool = False,
+    on_gpu: bool = True,
 ) -> Callable[[Body], Body]:
     """Add a function to the suite; its name is the check's, a sentence."""
 
     def add(body: Body) -> Body:
         CHECKS[body.__name__] = Check(
-            body.__name__, body, num_ranks, applies or (lambda case: True), core
+            body.__name__, body, num_ranks, applies or (lambda case: True), core, on_gpu
         )
         return body
 

@@ -41,10 +41,16 @@ LAYOUTS_OF = {
 }
 
 
+GPU_STRATEGIES = ("one_sided", "low_latency")
+GPU_LAYOUTS = ("rank_major", "expert_major")
+
+
 def all_cases(
-    strategies: Sequence[str] | None = None, layouts: Sequence[str] | None = None
+    strategies: Sequence[str] | None = None,
+    layouts: Sequence[str] | None = None,
+    device: str = "cpu",
 ) -> list[Case]:
-    """Return every pairing of strategy, layout and weighting that the library has."""
+    """Return every pairing of strategy, layout and weighting that the library has on a device."""
     return [
         Case(strategy, layout, weighting)
         for strategy, its_layouts in LAYOUTS_OF.items()
@@ -52,6 +58,7 @@ def all_cases(
         for weighting in WEIGHTINGS[layout]
         if strategies is None or strategy in strategies
         if layouts is None or layout in layouts
+        if device == "cpu" or (strategy in GPU_STRATEGIES and layout in GPU_LAYOUTS)
     ]
 
 
