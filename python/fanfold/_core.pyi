@@ -524,6 +524,10 @@ class Received:
     @property
     def round_max_tokens(self) -> int: ...
 
+    @property
+    def num_tokens(self) -> int:
+        """T of this rank; on a GPU the rows that dispatch was given."""
+
     def host_counts(self) -> HostCounts:
         """
         Counts as Python lists. On the CPU it does not wait; on a GPU it waits for the stream of

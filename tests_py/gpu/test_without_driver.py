@@ -46,3 +46,20 @@ def test_gpu_memory_is_one_clear_error_on_every_rank() -> None:
         assert fanfold.Allocator(comm).allocate(100).num_bytes >= 100
 
     spawn_threads(2, fn)
+
+
+def test_an_exchange_on_a_gpu_says_what_is_missing() -> None:
+    def fn(comm: fanfold.Communicator) -> None:
+        with pytest.raises(
+            fanfold.Unsupported,
+            match=r"expected the CUDA driver, which is not here: libcuda\.so\.1",
+        ):
+            fanfold.AllToAll(
+                comm, num_experts=4, top_k=2, max_tokens_per_rank=4, hidden=8, device="cuda"
+            )
+        needed = fanfold.AllToAll.required_bytes(
+            num_ranks=2, num_experts=4, top_k=2, max_tokens_per_rank=4, hidden=8, device="cuda"
+        )
+        assert needed > 0
+
+    spawn_threads(2, fn)
