@@ -23,30 +23,38 @@ void DeviceErrors::throw_new() {
   exec::CaptureReport& report = this->report();
   const std::uint64_t known = __atomic_load_n(&report.acknowledged, __ATOMIC_ACQUIRE);
   // Acquire: pairs with st_release_sys in gpu/kernels/record_ids.cu, carries `error`.
-  if (__atomic_load_n(&report.number, __ATOMIC_ACQUIRE) == known) return;
-  raise(report.error);
+  const std::uint64_t number = __atomic_load_n(&report.number, __ATOMIC_ACQUIRE);
+  if (number == known) return;
+  const exec::CaptureError error = report.error;
+  // Where another thread has told of it, kernels may have written the next one meanwhile.
+  if (acknowledge(known, number)) refuse(error);
 }
 
 void DeviceErrors::raise(const exec::CaptureError& error) {
-  const exec::CaptureError copy = error;
   exec::CaptureReport& report = this->report();
-  std::uint64_t known = __atomic_load_n(&report.acknowledged, __ATOMIC_ACQUIRE);
-  if (known != copy.number && __atomic_load_n(&report.number, __ATOMIC_ACQUIRE) == copy.number) {
-    // Release: kernels may write the next one once they see this. Fails where another thread has
-    // told of it, and perhaps of later ones.
-    __atomic_compare_exchange_n(&report.acknowledged, &known, copy.number, false, __ATOMIC_RELEASE,
-                                __ATOMIC_RELAXED);
-  }
-  const int layer = layers_[static_cast<std::size_t>(copy.slot)];
-  switch (copy.fault) {
+  const std::uint64_t known = __atomic_load_n(&report.acknowledged, __ATOMIC_ACQUIRE);
+  const std::uint64_t number = __atomic_load_n(&report.number, __ATOMIC_ACQUIRE);
+  if (number == error.number && number != known) acknowledge(known, number);
+  refuse(error);
+}
+
+bool DeviceErrors::acknowledge(std::uint64_t known, std::uint64_t number) noexcept {
+  // Release: kernels write the next error only once they have acquired this.
+  return __atomic_compare_exchange_n(&report().acknowledged, &known, number, false,
+                                     __ATOMIC_RELEASE, __ATOMIC_RELAXED);
+}
+
+void DeviceErrors::refuse(const exec::CaptureError& error) const {
+  const int layer = layers_[static_cast<std::size_t>(error.slot)];
+  switch (error.fault) {
     case exec::CaptureFault::kPartlyWritten:
-      refuse_partly_written(top_k_, copy.row, copy.column);
+      refuse_partly_written(top_k_, error.row, error.column);
     case exec::CaptureFault::kOtherIds:
-      refuse_other_ids(layer, copy.token, copy.row, copy.step_id);
+      refuse_other_ids(layer, error.token, error.row, error.step_id);
     case exec::CaptureFault::kWrongId:
       break;
   }
-  refuse_id(layer, {copy.row, copy.column, copy.id}, copy.num_ids, copy.is_physical != 0);
+  refuse_id(layer, {error.row, error.column, error.id}, error.num_ids, error.is_physical != 0);
 }
 
 }  // namespace fanfold::capture

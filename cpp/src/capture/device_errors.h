@@ -26,6 +26,9 @@ class DeviceErrors {
 
  private:
   exec::CaptureReport& report() const noexcept;
+  /// False: another thread has told of an error since `known` was read.
+  bool acknowledge(std::uint64_t known, std::uint64_t number) noexcept;
+  [[noreturn]] void refuse(const exec::CaptureError& error) const;
 
   exec::PinnedMemory report_;
   std::vector<int> layers_;

@@ -211,7 +211,8 @@ __device__ inline void report(const Params& p, std::uint64_t key) {
     if (i == within) error.id = numbers[i];
   }
   state->error = error;
-  if (ld_relaxed_sys(&p.report->acknowledged) != state->num_reported) return;
+  // Pairs with the host's release in DeviceErrors: it has read what is overwritten here.
+  if (ld_acquire_sys(&p.report->acknowledged) != state->num_reported) return;
   state->num_reported = error.number;
   const auto* const from = reinterpret_cast<const std::uint64_t*>(&state->error);
   auto* const to = reinterpret_cast<std::uint64_t*>(&p.report->error);
