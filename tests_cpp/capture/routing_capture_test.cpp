@@ -7,6 +7,7 @@
 
 #include "capture/capture_case.h"
 #include "capture/test_capture.h"
+#include "fanfold/build_info.h"
 #include "fanfold/error.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -278,6 +279,16 @@ TEST(RoutingCaptureTest, ARecomputedLayerMayBeRecordedAgainWithEqualIds) {
   expect_error<InvalidArgument>({"got 9"},
                                 [&] { capture.record(0, ids_view(wrong, 2), {}, options); });
   EXPECT_EQ(numbers_of(capture.snapshot(1).array()), (Numbers{1, 2}));
+}
+
+TEST(RoutingCaptureTest, ABuildWithoutGpusSaysSo) {
+  if (build_info().cuda[0] != '\0') GTEST_SKIP() << "this build has them";
+  RoutingCaptureConfig config = small_capture(1);
+  config.device = DeviceType::kGpu;
+  expect_error<Unsupported>({"a build with the GPU backend"},
+                            [&] { const RoutingCapture capture(config); });
+  config.num_layers = 0;
+  expect_error<InvalidArgument>({"num_layers"}, [&] { const RoutingCapture capture(config); });
 }
 
 TEST(RoutingCaptureTest, CallsBeforeTheFirstStepAreRefused) {

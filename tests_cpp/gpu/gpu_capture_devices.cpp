@@ -28,6 +28,7 @@ class DeviceOfEachTest final : public ::testing::EmptyTestEventListener {
   std::unique_ptr<GpuRanks> gpu_;
 };
 
+// NOLINTNEXTLINE(bugprone-throwing-static-initialization): without memory there is no test
 [[maybe_unused]] const bool kIsInstalled = [] {
   ::testing::UnitTest::GetInstance()->listeners().Append(new DeviceOfEachTest);
   return true;

@@ -69,6 +69,7 @@ HostCapture::HostCapture(const RoutingCaptureConfig& given)
   slots_.assign(static_cast<std::size_t>(config().num_layers), Slot(config().max_tokens));
   buffer_.assign(static_cast<std::size_t>(bytes), std::byte{kSentinelByte});
   std::vector<std::shared_ptr<std::byte>> places;
+  places.reserve(static_cast<std::size_t>(config().max_in_flight));
   for (int i = 0; i < config().max_in_flight; ++i) {
     places.emplace_back(new std::byte[static_cast<std::size_t>(bytes)],
                         std::default_delete<std::byte[]>());

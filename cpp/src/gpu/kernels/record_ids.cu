@@ -37,7 +37,7 @@ __device__ inline std::int64_t not_written(DType dtype) {
 template <typename Id>
 __device__ inline void load_wide(const Id* from, std::int64_t num_ids, std::int64_t* numbers) {
   constexpr int kIdBytes = sizeof(Id);
-  constexpr unsigned kWords = kChunk * kIdBytes / 4;
+  constexpr std::size_t kWords = kChunk * kIdBytes / 4;
   std::uint32_t words[kWords];
   if constexpr (kWords == 2) {
     const std::uint64_t both = *reinterpret_cast<const std::uint64_t*>(from);
@@ -45,7 +45,7 @@ __device__ inline void load_wide(const Id* from, std::int64_t num_ids, std::int6
     words[1] = static_cast<std::uint32_t>(both >> 32);
   } else {
     FANFOLD_UNROLL
-    for (unsigned i = 0; i < kWords; i += 4) {
+    for (std::size_t i = 0; i < kWords; i += 4) {
       const uint4 unit = ld16(reinterpret_cast<const std::byte*>(from) + i * 4);
       words[i] = unit.x;
       words[i + 1] = unit.y;
@@ -107,7 +107,7 @@ template <typename Out>
 __device__ inline bool put_as(const Params& p, std::byte* to, int count,
                               const std::int64_t* numbers, bool compares) {
   constexpr int kOutBytes = sizeof(Out);
-  constexpr unsigned kWords = kChunk * kOutBytes / 4;
+  constexpr std::size_t kWords = kChunk * kOutBytes / 4;
   bool differs = false;
   if (!p.is_wide) {
     auto* const out = reinterpret_cast<Out*>(to);
@@ -136,7 +136,7 @@ __device__ inline bool put_as(const Params& p, std::byte* to, int count,
     *out = both;
   } else {
     FANFOLD_UNROLL
-    for (unsigned i = 0; i < kWords; i += 4) {
+    for (std::size_t i = 0; i < kWords; i += 4) {
       const uint4 unit = make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
       if (!compares) {
         st16(to + i * 4, unit);
@@ -289,7 +289,7 @@ __device__ inline void record_row(const Params& p, const exec::CaptureRule& rule
       }
       numbers[i] = id < 0 ? -1 : id;  // the sentinel has all bits set
     }
-    differs |= put_ids(p, cell + column * p.id_bytes, count, numbers, compares);
+    differs |= put_ids(p, cell + std::int64_t{column} * p.id_bytes, count, numbers, compares);
   }
   if (wrong_column >= 0) {
     remember(p, CaptureFault::kWrongId, row, wrong_column);
