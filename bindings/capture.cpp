@@ -12,8 +12,10 @@
 
 #include "bind.h"
 #include "convert.h"
+#include "device.h"
 #include "fanfold/communicator.h"
 #include "fanfold/routing_capture.h"
+#include "simulator.h"
 
 namespace fanfold::python {
 namespace {
@@ -26,7 +28,8 @@ void make_capture(RoutingCapture* self, int num_layers, int num_experts, int top
                   std::int64_t max_tokens, nb::handle dtype, std::vector<int> layers,
                   std::vector<std::int32_t> logical_of_expert, int num_shared_experts,
                   int max_in_flight, std::int64_t max_sink_rows, std::string source,
-                  Communicator* comm) {
+                  Communicator* comm, nb::handle device) {
+  const std::optional<int> gpu = to_gpu(device);
   RoutingCaptureConfig config;
   config.num_layers = num_layers;
   config.num_experts = num_experts;
@@ -39,6 +42,8 @@ void make_capture(RoutingCapture* self, int num_layers, int num_experts, int top
   config.max_in_flight = max_in_flight;
   config.max_sink_rows = max_sink_rows;
   config.source = std::move(source);
+  config.device = gpu ? DeviceType::kGpu : DeviceType::kCpu;
+  config.device_index = gpu.value_or(0);
   if (comm != nullptr) {
     config.gather = [comm](const TensorView& send, const TensorView& recv, const Counts& counts) {
       comm->all_gather_v(send, recv, counts);
@@ -48,9 +53,26 @@ void make_capture(RoutingCapture* self, int num_layers, int num_experts, int top
   new (self) RoutingCapture(config);
 }
 
-RecordOptions to_options(std::optional<std::int64_t> rows, std::optional<std::string> source,
-                         bool overwrite) {
-  return {rows, std::move(source).value_or(""), overwrite};
+/// The CUDA device of a capture.
+std::optional<int> gpu_of(const RoutingCapture& self) {
+  const RoutingCaptureConfig& config = self.config();
+  return config.device == DeviceType::kGpu ? std::optional<int>(config.device_index) : std::nullopt;
+}
+
+/// The stream of a call without tensors.
+std::optional<void*> stream_of(const RoutingCapture& self, nb::handle stream) {
+  return resolve_stream(stream, gpu_of(self), {});
+}
+
+/// What `get` gives of a snapshot, once it is there; others may release `self` meanwhile.
+template <class Get>
+auto when_there(const RoutingSnapshot& self, Get get) {
+  const RoutingSnapshot kept = self;
+  {
+    const nogil released;
+    kept.wait();
+  }
+  return get(kept);
 }
 
 void bind_layout(nb::module_& m) {
@@ -81,19 +103,48 @@ void bind_snapshot(nb::module_& m) {
       "The routing of the first tokens of one step, in memory of its own.\n\n"
       "Later records do not change it. It holds one of the capture's max_in_flight places until\n"
       "it is released or gone, and so is every array that it gave. Any thread may use it, and "
-      "release it while others read.");
+      "release it while others read.\n\n"
+      "Of a capture on a GPU the copy is only enqueued: whatever is read of it, but num_tokens "
+      "and\n"
+      "how ids are stored, waits until it is there, and raises each time what was wrong with the\n"
+      "step's records before it.");
   c.def_prop_ro(
        "array",
-       [](const RoutingSnapshot& self) { return read_only_array(self.array(), self.state()); },
+       [](const RoutingSnapshot& self) {
+         return when_there(self, [](const RoutingSnapshot& kept) {
+           return read_only_array(kept.array(), kept.state());
+         });
+       },
        nb::sig("def array(self) -> typing.Any"),
        "[tokens, layers, top_k], a NumPy array without a copy, read-only; cells that this step did "
        "not\n"
        "record hold the sentinel. It holds the snapshot's place while it lives.")
-      .def_prop_ro("step_id", &RoutingSnapshot::step_id)
+      .def(
+          "wait",
+          [](const RoutingSnapshot& self) { when_there(self, [](const RoutingSnapshot&) {}); },
+          "Wait until the copy is there; on the CPU it is.\n\n"
+          "Raises:\n    InvalidArgument, InvalidState: as RoutingCapture.check, of this step.")
+      .def_prop_ro("is_ready", &RoutingSnapshot::is_ready, "Whether nothing would wait.")
+      .def_prop_ro("step_id",
+                   [](const RoutingSnapshot& self) {
+                     return when_there(self,
+                                       [](const RoutingSnapshot& kept) { return kept.step_id(); });
+                   })
       .def_prop_ro("num_tokens", &RoutingSnapshot::num_tokens)
-      .def_prop_ro("missing_layers", &RoutingSnapshot::missing_layers,
-                   "The model's numbers of the layers that lack a row of these tokens.")
-      .def_prop_ro("missing_rows", &RoutingSnapshot::missing_rows, "Rows that each layer lacks.")
+      .def_prop_ro(
+          "missing_layers",
+          [](const RoutingSnapshot& self) {
+            return when_there(self,
+                              [](const RoutingSnapshot& kept) { return kept.missing_layers(); });
+          },
+          "The model's numbers of the layers that lack a row of these tokens.")
+      .def_prop_ro(
+          "missing_rows",
+          [](const RoutingSnapshot& self) {
+            return when_there(self,
+                              [](const RoutingSnapshot& kept) { return kept.missing_rows(); });
+          },
+          "Rows that each layer lacks.")
       .def(
           "rows",
           [](const RoutingSnapshot& self, std::int64_t first, std::int64_t num_tokens,
@@ -129,46 +180,77 @@ void bind_snapshot(nb::module_& m) {
 }
 
 nb::object sink_of(const std::shared_ptr<RoutingCapture>& self, int layer, nb::handle dtype) {
-  return make_tensor(self->sink(layer, to_dtype(dtype)), framework_of_dtype(dtype), self);
+  const DType kind = to_dtype(dtype);
+  TensorView view;
+  {
+    const nogil released;
+    view = self->sink(layer, kind);
+  }
+  // The simulated device's tensors are the host's to everybody else.
+  if (is_simulated()) view.device = DeviceType::kCpu;
+  return make_tensor(view, framework_of_dtype(dtype), self);
 }
 
 void bind_recording(nb::class_<RoutingCapture>& c) {
-  c.def("begin_step", &RoutingCapture::begin_step, "step_id"_a,
-        "Begins a step: nothing is recorded in it yet.")
+  c.def(
+       "begin_step",
+       [](RoutingCapture& self, std::int64_t step_id, nb::handle stream) {
+         const std::optional<void*> on = stream_of(self, stream);
+         const nogil released;
+         self.begin_step(step_id, on);
+       },
+       "step_id"_a, nb::kw_only(), "stream"_a = nb::none(),
+       nb::sig("def begin_step(self, step_id: int, *, stream: object = None) -> None"),
+       "Begin a step: nothing is recorded in it yet.\n\n"
+       "Stream:\n    GPU: enqueues on ``stream``, never synchronizes. Graph capture: allowed; "
+       "each\n"
+       "    replay begins another step of that id.")
       .def(
           "record",
           [](RoutingCapture& self, int layer, nb::handle topk_ids,
              const std::optional<CaptureLayout>& layout, std::optional<std::int64_t> rows,
-             std::optional<std::string> source, bool overwrite) {
-            Arguments args;
+             std::optional<std::string> source, bool overwrite, nb::handle stream) {
+            TensorTypeCache types;
+            Arguments args(types, gpu_of(self));
             const TensorView view = args.view(topk_ids, "topk_ids");
-            const RecordOptions options = to_options(rows, std::move(source), overwrite);
+            const RecordOptions options{
+                rows, std::move(source).value_or(""), overwrite,
+                resolve_stream(stream, gpu_of(self), args.source_of(topk_ids))};
             const nogil released;
             self.record(layer, view, layout.value_or(CaptureLayout()), options);
           },
           "layer"_a, "topk_ids"_a, "layout"_a = nb::none(), nb::kw_only(), "rows"_a = nb::none(),
-          "source"_a = nb::none(), "overwrite"_a = false,
+          "source"_a = nb::none(), "overwrite"_a = false, "stream"_a = nb::none(),
           nb::sig("def record(self, layer: int, topk_ids: typing.Any, "
                   "layout: CaptureLayout | None = None, *, rows: int | None = None, "
-                  "source: str | None = None, overwrite: bool = False) -> None"),
+                  "source: str | None = None, overwrite: bool = False, stream: object = None) "
+                  "-> None"),
           R"doc(Take the ids of one layer; after an error nothing of them is recorded.
 
 Args:
     layer: the model's number of the layer.
     topk_ids: ``[rows, top_k]`` or ``[rows, top_k + num_shared_experts]`` int8, int16, int32, int64,
-        uint8, uint16 or uint32 on the CPU, any row stride; used during the call. Negative: no
-        expert; so is the maximum of an unsigned type where no expert has that id.
+        uint8, uint16 or uint32 on the capture's device, any row stride; used during the call, on a
+        GPU until the stream has passed it. Negative: no expert; so is the maximum of an unsigned
+        type where no expert has that id.
     layout: which rows are this rank's tokens; None: all. With ``sharded`` the call is collective:
         an id that is no expert is then an error on all ranks, any other wrong argument on the rank
         that gave it only, and the others wait until the communicator's deadline.
     rows: rows that the layout is about; those behind are padding. None: all.
     source: the model that routes; must be the capture's own.
     overwrite: replace rows that this step recorded already. Otherwise they must be equal.
+    stream: of a GPU; None: the current one of the tensor's framework, where that tells.
 
 Raises:
     InvalidArgument: an unknown layer or source, counts that do not fit the rows, a token at or past
         max_tokens, ids that lie in a sink (see import_sink), or an id at or past the experts: names row, column, id and layer.
-    InvalidState: no step has begun, or a row was recorded in this step with other ids.)doc")
+    InvalidState: no step has begun, or a row was recorded in this step with other ids.
+    Unsupported: layout ``sharded`` on a GPU.
+
+Stream:
+    GPU: enqueues on ``stream``, never synchronizes. Ids are looked at there: what is wrong with them
+    is raised by ``check``, ``snapshot`` and the step's snapshots, and the step is lost. Graph
+    capture: allowed; a replay records in the step that runs then.)doc")
       .def("sink", &sink_of, "layer"_a, "dtype"_a = "int32",
            nb::sig("def sink(self, layer: int, dtype: typing.Any = 'int32') -> typing.Any"),
            "Where a fused kernel writes the ids of a layer itself: int16 or int32\n"
@@ -176,34 +258,56 @@ Raises:
            "the\n"
            "type's minimum, which says \"not written\". A torch dtype gives a torch tensor, a "
            "NumPy\n"
-           "dtype an array, a name an object with ``__dlpack__``.")
+           "dtype an array, a name an object with ``__dlpack__``. On a GPU the first call for a "
+           "layer waits\n"
+           "for the device and is not allowed in a graph capture.")
       .def(
           "import_sink",
           [](RoutingCapture& self, int layer, std::int64_t num_rows,
              const std::optional<CaptureLayout>& layout, std::optional<std::string> source,
-             bool overwrite) {
-            const RecordOptions options = to_options({}, std::move(source), overwrite);
+             bool overwrite, nb::handle stream) {
+            const RecordOptions options{
+                {}, std::move(source).value_or(""), overwrite, stream_of(self, stream)};
             const nogil released;
             self.import_sink(layer, num_rows, layout.value_or(CaptureLayout()), options);
           },
           "layer"_a, "num_rows"_a, "layout"_a = nb::none(), nb::kw_only(), "source"_a = nb::none(),
-          "overwrite"_a = false,
+          "overwrite"_a = false, "stream"_a = nb::none(),
+          nb::sig("def import_sink(self, layer: int, num_rows: int, "
+                  "layout: CaptureLayout | None = None, *, source: str | None = None, "
+                  "overwrite: bool = False, stream: object = None) -> None"),
           "Record the first num_rows rows of the layer's sink and clear it. Rows that were not\n"
-          "written stay unrecorded, and so are reported as missing. Raises as record.")
+          "written stay unrecorded, and so are reported as missing. Raises as record; Stream as\n"
+          "there.")
       .def(
           "snapshot",
-          [](RoutingCapture& self, std::int64_t num_tokens) {
+          [](RoutingCapture& self, std::int64_t num_tokens, nb::handle stream) {
+            const std::optional<void*> on = stream_of(self, stream);
             const nogil released;
-            return self.snapshot(num_tokens);
+            return self.snapshot(num_tokens, on);
           },
-          "num_tokens"_a,
+          "num_tokens"_a, nb::kw_only(), "stream"_a = nb::none(),
+          nb::sig("def snapshot(self, num_tokens: int, *, stream: object = None) "
+                  "-> RoutingSnapshot"),
           "Copy what this step recorded of the first num_tokens tokens.\n\n"
           "Raises:\n    CapacityExceeded: max_in_flight snapshots, or arrays of them, are held:\n"
           "        back-pressure, nothing is overwritten.\n"
           "    InvalidArgument: more tokens than max_tokens.\n"
-          "    InvalidState: no step has begun.")
+          "    InvalidState: no step has begun; a graph is being captured. Both also as check.\n\n"
+          "Stream:\n    GPU: enqueues on ``stream``, never synchronizes. Graph capture: not "
+          "allowed.")
+      .def(
+          "check", &RoutingCapture::check,
+          "Raise the first error that kernels have found and nobody was told of; waits for "
+          "nothing.\n"
+          "\n"
+          "Raises:\n"
+          "    InvalidArgument: an id at or past the experts, or a row of a sink written in part.\n"
+          "    InvalidState: a row that was recorded in its step with other ids.")
       .def("set_logical_of_expert", &RoutingCapture::set_logical_of_expert, "logical_of_expert"_a,
-           "Replace the map from physical ids, between steps; empty: ids are logical.");
+           nb::call_guard<nogil>(),
+           "Replace the map from physical ids, between steps; empty: ids are logical. On a GPU it\n"
+           "waits for the device; graphs that were captured use the new map.");
 }
 
 }  // namespace
@@ -217,18 +321,22 @@ void bind_capture(nb::module_& m) {
                                R"doc(Records which experts each token of a step took, per layer.
 
 A step begins with nothing recorded; what it did not record shows as the sentinel and is reported as
-missing. One call at a time per object; captures are independent of each other.)doc");
+missing. One call at a time per object; captures are independent of each other.
+
+On a GPU calls only enqueue work on their stream, and may be captured in a graph; the caller orders the
+streams of one capture. Errors of ids come later: see record.)doc");
   c.def("__init__", &make_capture, nb::kw_only(), "num_layers"_a, "num_experts"_a, "top_k"_a,
         "max_tokens"_a, "dtype"_a = "auto", "layers"_a = std::vector<int>(),
         "logical_of_expert"_a = std::vector<std::int32_t>(), "num_shared_experts"_a = 0,
         "max_in_flight"_a = 2, "max_sink_rows"_a = 0, "source"_a = "target", "comm"_a = nb::none(),
-        nb::keep_alive<1, 13>(),
+        "device"_a = "cpu", nb::keep_alive<1, 13>(),
         nb::sig("def __init__(self, *, num_layers: int, num_experts: int, top_k: int, "
                 "max_tokens: int, dtype: typing.Any = 'auto', "
                 "layers: collections.abc.Sequence[int] = (), "
                 "logical_of_expert: collections.abc.Sequence[int] = (), "
                 "num_shared_experts: int = 0, max_in_flight: int = 2, max_sink_rows: int = 0, "
-                "source: str = 'target', comm: Communicator | None = None) -> None"),
+                "source: str = 'target', comm: Communicator | None = None, "
+                "device: object = 'cpu') -> None"),
         R"doc(Allocates num_layers * max_tokens rows, and as many per snapshot in flight.
 
 Args:
@@ -246,15 +354,24 @@ Args:
     max_sink_rows: rows of a sink; 0: max_tokens.
     source: the model whose layers these are; a draft model has a capture of its own.
     comm: the ranks that hold shards of a sequence; needed for layout ``sharded`` only.
+    device: "cpu", "cuda" or "cuda:N", or a torch.device: where tensors and sinks lie. Snapshots of a
+        GPU's capture lie in page-locked memory.
 
 Raises:
-    InvalidArgument: values that contradict each other; nothing was allocated.)doc");
+    InvalidArgument: values that contradict each other; nothing was allocated.
+    Unsupported: no such GPU, or a build without GPUs.)doc");
   bind_recording(c);
   c.def_prop_ro("num_in_flight", &RoutingCapture::num_in_flight, "Snapshots held.")
       .def_prop_ro(
           "layers", [](const RoutingCapture& self) { return self.config().layers; },
           "The model's number of each recorded layer.")
-      .def_prop_ro("source", [](const RoutingCapture& self) { return self.config().source; });
+      .def_prop_ro("source", [](const RoutingCapture& self) { return self.config().source; })
+      .def_prop_ro(
+          "device",
+          [](const RoutingCapture& self) {
+            return name_of_device(self.config().device, self.config().device_index);
+          },
+          "\"cpu\" or \"cuda:N\".");
   bind_spec(c, [](const RoutingCapture& self) -> const RoutingSpec& { return self.spec(); });
 }
 

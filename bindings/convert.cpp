@@ -330,6 +330,12 @@ TensorView Arguments::output(nb::handle value, const char* name) {
   return view;
 }
 
+TensorType Arguments::source_of(nb::handle tensor) {
+  TensorType type = type_of(tensor);
+  if (label_ == DeviceType::kCpu) type.api = nullptr;
+  return type;
+}
+
 std::vector<TensorView> Arguments::views(nb::handle values, const char* name, TensorType& first) {
   if (!nb::isinstance<nb::list>(values) && !nb::isinstance<nb::tuple>(values)) {
     throw InvalidArgument(std::string(name) + ": expected a list of tensors, got " +
@@ -345,10 +351,7 @@ std::vector<TensorView> Arguments::views(nb::handle values, const char* name, Te
                             std::to_string(i));
     }
     all[i] = view(value, name);
-    if (i == 0) {
-      first = type_of(value);
-      if (label_ == DeviceType::kCpu) first.api = nullptr;
-    }
+    if (i == 0) first = source_of(value);
     kept_objects_.push_back(value);  // the list may change while the call runs
   }
   return all;

@@ -59,10 +59,12 @@ class Arguments {
   TensorView view(nb::handle value, const char* name);
   /// The same for a tensor that will be written. @throws InvalidArgument  it is read-only.
   TensorView output(nb::handle value, const char* name);
-  /// A list or tuple of tensors; `first` becomes the type of the first one, without its interface
-  /// if that tensor does not say that it lies on a GPU.
+  /// A list or tuple of tensors; `first` becomes what `source_of` says of the first one.
   std::vector<TensorView> views(nb::handle values, const char* name, TensorType& first);
   const TensorType& type_of(nb::handle tensor) { return types_.of(tensor); }
+  /// The type of the tensor that was viewed last; without its interface if that tensor does not say
+  /// that it lies on a GPU.
+  TensorType source_of(nb::handle tensor);
 
  private:
   /// What to import in place of `value`.

@@ -69,4 +69,14 @@ void* to_stream(nb::handle stream) {
   return reinterpret_cast<void*>(value);
 }
 
+std::optional<void*> resolve_stream(nb::handle stream, std::optional<int> gpu,
+                                    const TensorType& type) {
+  if (!gpu) {
+    if (stream.is_none()) return std::nullopt;
+    throw InvalidArgument("stream: expected None for CPU tensors, got a stream");
+  }
+  if (!stream.is_none()) return to_stream(stream);
+  return type.api == nullptr ? std::nullopt : current_stream(*type.api, *gpu);
+}
+
 }  // namespace fanfold::python

@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 
+#include "convert.h"
 #include "fanfold/tensor_view.h"
 
 namespace fanfold::python {
@@ -24,5 +25,10 @@ std::string name_of_device(DeviceType device, int device_index);
 /// `__cuda_stream__`.
 /// @throws InvalidArgument  anything else.
 void* to_stream(nanobind::handle stream);
+
+/// The same for an object on a CUDA device; None is the current stream of the framework of `type`,
+/// where it tells, else nothing. On the CPU (`gpu` nothing) there is none.
+std::optional<void*> resolve_stream(nanobind::handle stream, std::optional<int> gpu,
+                                    const TensorType& type);
 
 }  // namespace fanfold::python

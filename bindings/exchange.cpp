@@ -12,26 +12,13 @@ namespace fanfold::python {
 
 using namespace nanobind::literals;
 
-namespace {
-
-std::optional<void*> resolve(nb::handle stream, std::optional<int> gpu, const TensorType& type) {
-  if (!gpu) {
-    if (stream.is_none()) return std::nullopt;
-    throw InvalidArgument("stream: expected None for CPU tensors, got a stream");
-  }
-  if (!stream.is_none()) return to_stream(stream);
-  return type.api == nullptr ? std::nullopt : current_stream(*type.api, *gpu);
-}
-
-}  // namespace
-
 std::optional<void*> BoundAllToAll::stream_of(nb::handle stream) const {
-  return resolve(stream, gpu, source);
+  return resolve_stream(stream, gpu, source);
 }
 
 std::optional<void*> BoundAllToAll::first_stream_of(nb::handle stream,
                                                     const TensorType& type) const {
-  const std::optional<void*> first = resolve(stream, gpu, type);
+  const std::optional<void*> first = resolve_stream(stream, gpu, type);
   if (gpu && !first) {
     throw InvalidArgument(
         "stream: expected one, since rows move on a GPU and these tensors do not tell the current "

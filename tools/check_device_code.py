@@ -53,6 +53,9 @@ BUDGETS = {
     "sum_rows_kernel of FP8": replace(_PAIR, registers=128),
     "pack_rows_kernel": Budget(128, wide_loads=1),
     "sanitize_kernel": Budget(64),
+    "begin_step_kernel": Budget(32, wide_stores=1),
+    "record_ids_kernel": Budget(96, system_fences=1, counts=True, wide_loads=4, wide_stores=2),
+    "copy_snapshot_kernel": Budget(64, wide_loads=1, wide_stores=1),
 }
 
 

@@ -1242,6 +1242,10 @@ class RoutingSnapshot:
 
     Later records do not change it. It holds one of the capture's max_in_flight places until
     it is released or gone, and so is every array that it gave. Any thread may use it, and release it while others read.
+
+    Of a capture on a GPU the copy is only enqueued: whatever is read of it, but num_tokens and
+    how ids are stored, waits until it is there, and raises each time what was wrong with the
+    step's records before it.
     """
 
     @property
@@ -1250,6 +1254,18 @@ class RoutingSnapshot:
         [tokens, layers, top_k], a NumPy array without a copy, read-only; cells that this step did not
         record hold the sentinel. It holds the snapshot's place while it lives.
         """
+
+    def wait(self) -> None:
+        """
+        Wait until the copy is there; on the CPU it is.
+
+        Raises:
+            InvalidArgument, InvalidState: as RoutingCapture.check, of this step.
+        """
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether nothing would wait."""
 
     @property
     def step_id(self) -> int: ...
@@ -1313,9 +1329,12 @@ class RoutingCapture:
 
     A step begins with nothing recorded; what it did not record shows as the sentinel and is reported as
     missing. One call at a time per object; captures are independent of each other.
+
+    On a GPU calls only enqueue work on their stream, and may be captured in a graph; the caller orders the
+    streams of one capture. Errors of ids come later: see record.
     """
 
-    def __init__(self, *, num_layers: int, num_experts: int, top_k: int, max_tokens: int, dtype: Any = 'auto', layers: Sequence[int] = (), logical_of_expert: Sequence[int] = (), num_shared_experts: int = 0, max_in_flight: int = 2, max_sink_rows: int = 0, source: str = 'target', comm: Communicator | None = None) -> None:
+    def __init__(self, *, num_layers: int, num_experts: int, top_k: int, max_tokens: int, dtype: Any = 'auto', layers: Sequence[int] = (), logical_of_expert: Sequence[int] = (), num_shared_experts: int = 0, max_in_flight: int = 2, max_sink_rows: int = 0, source: str = 'target', comm: Communicator | None = None, device: object = 'cpu') -> None:
         """
         Allocates num_layers * max_tokens rows, and as many per snapshot in flight.
 
@@ -1334,34 +1353,51 @@ class RoutingCapture:
             max_sink_rows: rows of a sink; 0: max_tokens.
             source: the model whose layers these are; a draft model has a capture of its own.
             comm: the ranks that hold shards of a sequence; needed for layout ``sharded`` only.
+            device: "cpu", "cuda" or "cuda:N", or a torch.device: where tensors and sinks lie. Snapshots of a
+                GPU's capture lie in page-locked memory.
 
         Raises:
             InvalidArgument: values that contradict each other; nothing was allocated.
+            Unsupported: no such GPU, or a build without GPUs.
         """
 
-    def begin_step(self, step_id: int) -> None:
-        """Begins a step: nothing is recorded in it yet."""
+    def begin_step(self, step_id: int, *, stream: object = None) -> None:
+        """
+        Begin a step: nothing is recorded in it yet.
 
-    def record(self, layer: int, topk_ids: Any, layout: CaptureLayout | None = None, *, rows: int | None = None, source: str | None = None, overwrite: bool = False) -> None:
+        Stream:
+            GPU: enqueues on ``stream``, never synchronizes. Graph capture: allowed; each
+            replay begins another step of that id.
+        """
+
+    def record(self, layer: int, topk_ids: Any, layout: CaptureLayout | None = None, *, rows: int | None = None, source: str | None = None, overwrite: bool = False, stream: object = None) -> None:
         """
         Take the ids of one layer; after an error nothing of them is recorded.
 
         Args:
             layer: the model's number of the layer.
             topk_ids: ``[rows, top_k]`` or ``[rows, top_k + num_shared_experts]`` int8, int16, int32, int64,
-                uint8, uint16 or uint32 on the CPU, any row stride; used during the call. Negative: no
-                expert; so is the maximum of an unsigned type where no expert has that id.
+                uint8, uint16 or uint32 on the capture's device, any row stride; used during the call, on a
+                GPU until the stream has passed it. Negative: no expert; so is the maximum of an unsigned
+                type where no expert has that id.
             layout: which rows are this rank's tokens; None: all. With ``sharded`` the call is collective:
                 an id that is no expert is then an error on all ranks, any other wrong argument on the rank
                 that gave it only, and the others wait until the communicator's deadline.
             rows: rows that the layout is about; those behind are padding. None: all.
             source: the model that routes; must be the capture's own.
             overwrite: replace rows that this step recorded already. Otherwise they must be equal.
+            stream: of a GPU; None: the current one of the tensor's framework, where that tells.
 
         Raises:
             InvalidArgument: an unknown layer or source, counts that do not fit the rows, a token at or past
                 max_tokens, ids that lie in a sink (see import_sink), or an id at or past the experts: names row, column, id and layer.
             InvalidState: no step has begun, or a row was recorded in this step with other ids.
+            Unsupported: layout ``sharded`` on a GPU.
+
+        Stream:
+            GPU: enqueues on ``stream``, never synchronizes. Ids are looked at there: what is wrong with them
+            is raised by ``check``, ``snapshot`` and the step's snapshots, and the step is lost. Graph
+            capture: allowed; a replay records in the step that runs then.
         """
 
     def sink(self, layer: int, dtype: Any = 'int32') -> Any:
@@ -1369,16 +1405,18 @@ class RoutingCapture:
         Where a fused kernel writes the ids of a layer itself: int16 or int32
         [max_sink_rows, top_k + num_shared_experts], the same memory each time, filled with the
         type's minimum, which says "not written". A torch dtype gives a torch tensor, a NumPy
-        dtype an array, a name an object with ``__dlpack__``.
+        dtype an array, a name an object with ``__dlpack__``. On a GPU the first call for a layer waits
+        for the device and is not allowed in a graph capture.
         """
 
-    def import_sink(self, layer: int, num_rows: int, layout: CaptureLayout | None = None, *, source: str | None = None, overwrite: bool = False) -> None:
+    def import_sink(self, layer: int, num_rows: int, layout: CaptureLayout | None = None, *, source: str | None = None, overwrite: bool = False, stream: object = None) -> None:
         """
         Record the first num_rows rows of the layer's sink and clear it. Rows that were not
-        written stay unrecorded, and so are reported as missing. Raises as record.
+        written stay unrecorded, and so are reported as missing. Raises as record; Stream as
+        there.
         """
 
-    def snapshot(self, num_tokens: int) -> RoutingSnapshot:
+    def snapshot(self, num_tokens: int, *, stream: object = None) -> RoutingSnapshot:
         """
         Copy what this step recorded of the first num_tokens tokens.
 
@@ -1386,12 +1424,25 @@ class RoutingCapture:
             CapacityExceeded: max_in_flight snapshots, or arrays of them, are held:
                 back-pressure, nothing is overwritten.
             InvalidArgument: more tokens than max_tokens.
-            InvalidState: no step has begun.
+            InvalidState: no step has begun; a graph is being captured. Both also as check.
+
+        Stream:
+            GPU: enqueues on ``stream``, never synchronizes. Graph capture: not allowed.
+        """
+
+    def check(self) -> None:
+        """
+        Raise the first error that kernels have found and nobody was told of; waits for nothing.
+
+        Raises:
+            InvalidArgument: an id at or past the experts, or a row of a sink written in part.
+            InvalidState: a row that was recorded in its step with other ids.
         """
 
     def set_logical_of_expert(self, logical_of_expert: Sequence[int]) -> None:
         """
-        Replace the map from physical ids, between steps; empty: ids are logical.
+        Replace the map from physical ids, between steps; empty: ids are logical. On a GPU it
+        waits for the device; graphs that were captured use the new map.
         """
 
     @property
@@ -1404,6 +1455,10 @@ class RoutingCapture:
 
     @property
     def source(self) -> str: ...
+
+    @property
+    def device(self) -> str:
+        """"cpu" or "cuda:N"."""
 
     @property
     def num_layers(self) -> int: ...

@@ -88,4 +88,14 @@ inline RoutingRows rows_of(const RoutingSpec& spec, const std::vector<std::int64
 using Ids = std::vector<std::int32_t>;
 using Numbers = std::vector<std::int64_t>;
 
+/// Ids that name their row: row i has i and 7.
+inline Ids numbered_rows(int num_rows) {
+  Ids ids;
+  for (int row = 0; row < num_rows; ++row) {
+    ids.push_back(row);
+    ids.push_back(7);
+  }
+  return ids;
+}
+
 }  // namespace fanfold::testing

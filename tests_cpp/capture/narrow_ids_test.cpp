@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "capture/capture_case.h"
+#include "capture/test_capture.h"
 #include "fanfold/error.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -22,6 +23,7 @@ using fanfold::testing::Numbers;
 using fanfold::testing::numbers_of;
 using fanfold::testing::RandomBits;
 using fanfold::testing::small_capture;
+using fanfold::testing::TestCapture;
 
 std::vector<const NarrowTable*> all_tables() {
   std::vector<const NarrowTable*> tables = {&portable_narrow_table()};
@@ -107,7 +109,7 @@ void expect_recorded(const std::vector<Id>& ids, int num_experts, DType dtype,
   RoutingCaptureConfig config = small_capture(1);
   config.num_experts = num_experts;
   config.dtype = dtype;
-  RoutingCapture capture(config);
+  TestCapture capture(config);
   capture.begin_step(1);
   capture.record(0, ids_view(ids, 2));
   const RoutingSnapshot snapshot = capture.snapshot(static_cast<std::int64_t>(ids.size()) / 2);
@@ -168,7 +170,7 @@ TEST(NarrowIdsTest, AnyRowStrideAndLongRowsAreTaken) {
   RoutingCaptureConfig config = small_capture(1);
   config.num_experts = 1000;
   config.top_k = kTopK;
-  RoutingCapture capture(config);
+  TestCapture capture(config);
   std::vector<std::int16_t> ids(3 * 800);
   Numbers expected;
   for (std::size_t i = 0; i < ids.size(); ++i) {
@@ -209,7 +211,7 @@ void expect_any_rows(int top_k, int gap, std::int64_t num_rows, bool maps, std::
   }
   TensorView view = ids_view(ids, stride);
   view.shape[1] = top_k;
-  RoutingCapture capture(config);
+  TestCapture capture(config);
   capture.begin_step(1);
   capture.record(0, view);
   EXPECT_EQ(numbers_of(capture.snapshot(num_rows).array()), expected) << view.describe();
@@ -220,6 +222,7 @@ void expect_any_rows(int top_k, int gap, std::int64_t num_rows, bool maps, std::
   expect_error<InvalidArgument>({"got 120 at row " + std::to_string(row) + ", column " +
                                  std::to_string(column) + " of layer 0"},
                                 [&] { capture.record(0, view); });
+  if (TestCapture::is_on_gpu()) return;  // where the step is lost: gpu/gpu_capture_test.cpp
   EXPECT_EQ(capture.snapshot(num_rows).missing_rows()[0], num_rows);
 }
 
@@ -228,6 +231,7 @@ TEST(NarrowIdsTest, RowsOfAnyTypeStrideAndMapAreStoredAndChecked) {
   for (const int top_k : {1, 8, 511, 513}) {
     for (const int gap : {0, 3}) {
       for (const std::int64_t num_rows : {1, 5, 131}) {
+        if (TestCapture::is_on_gpu() && num_rows > 100 && top_k > 100) continue;  // slow
         for (const bool maps : {false, true}) {
           expect_any_rows<std::int8_t>(top_k, gap, num_rows, maps, ++seed);
           expect_any_rows<std::uint8_t>(top_k, gap, num_rows, maps, ++seed);

@@ -421,6 +421,23 @@ TEST(DeviceBackendTest, AKernelSeesAWordOfPinnedPages) {
   EXPECT_EQ(rank.told().failure, static_cast<std::uint32_t>(DeviceFailure::kAborted));
 }
 
+TEST(DeviceBackendTest, AnEventPassesWithTheWorkBeforeIt) {
+  const SimulatedDevices devices(1);
+  const std::unique_ptr<DeviceBackend> backend = gpu::make_backend(0);
+  const OwnStream stream(0);
+  const std::shared_ptr<void> event = backend->make_event();
+  const PinnedMemory abort_any = backend->allocate_pinned(4);
+  LonelyRank rank(*backend);
+  rank.params.round.abort_any = reinterpret_cast<std::uint32_t*>(abort_any.device);
+  backend->signal(rank.params, stream.get());  // waits for a peer until its timeout
+  backend->record_event(event.get(), stream.get());
+  EXPECT_FALSE(backend->has_passed(event.get()));
+  EXPECT_EQ(cudaPeekAtLastError(), cudaSuccess);
+  backend->wait_event(event.get());
+  EXPECT_TRUE(backend->has_passed(event.get()));
+  EXPECT_EQ(rank.told().failure, static_cast<std::uint32_t>(DeviceFailure::kTimeout));
+}
+
 TEST(DeviceBackendTest, TilesAreEnoughForAnyGrid) {
   const SimulatedDevices devices(1);
   const std::unique_ptr<DeviceBackend> backend = gpu::make_backend(0);

@@ -71,6 +71,9 @@ struct FANFOLD_EXPORT RoutingCaptureConfig {
   std::int64_t max_sink_rows = 0;  ///< rows of a sink; 0: max_tokens
   std::string source = "target";   ///< the model whose layers these are
   GatherRows gather;               ///< for layout kSharded only
+  /// Where tensors and sinks lie.
+  DeviceType device = DeviceType::kCpu;
+  int device_index = 0;  ///< of a GPU: its CUDA ordinal
 };
 
 /// Details of one `record`.
@@ -82,11 +85,17 @@ struct FANFOLD_EXPORT RecordOptions {
   /// What becomes of a row that was recorded in this step already. By default the new ids must
   /// equal the old ones, as those of a recomputed layer do.
   bool overwrite = false;
+  /// A cudaStream_t; null is the legacy default stream. On a GPU it must be given; else ignored.
+  std::optional<void*> stream;
 };
 
 /// The routing of the first tokens of one step, in memory of its own: later records do not change
 /// it. Copies share it. It holds one of the capture's max_in_flight places until the last copy is
 /// gone or released, and may outlive the capture.
+///
+/// Of a GPU's capture: the copy is enqueued only. All but has_value, is_ready, spec, num_tokens and
+/// release wait until it is there, and throw what was wrong with the step's records before it, each
+/// time: nothing of such a step is handed out.
 ///
 /// Threads: any may read one object, at the same time; none while another one changes or releases
 /// that object. Copies are independent: a thread that reads its own need not care what becomes of
@@ -101,6 +110,11 @@ class FANFOLD_EXPORT RoutingSnapshot {
   RoutingSnapshot& operator=(RoutingSnapshot&&) noexcept;
 
   bool has_value() const noexcept { return state_ != nullptr; }
+  /// Waits until the copy is there; on the CPU it is.
+  /// @throws InvalidArgument, InvalidState  as RoutingCapture::check, of this step.
+  void wait() const;
+  /// Whether nothing below would wait.
+  bool is_ready() const;
   /// [num_tokens, num_layers, top_k] of the spec's dtype. Cells that were not recorded in this step
   /// hold the sentinel. Valid while this or a copy holds it, as all references below.
   /// @throws InvalidState  released; so do all below.
@@ -138,18 +152,30 @@ class FANFOLD_EXPORT RoutingSnapshot {
 /// an error nothing has changed.
 ///
 /// Threads: one call at a time per object; distinct objects are independent, and so are snapshots.
-/// Tensors lie in the host's memory and are used during the call only.
+///
+/// CPU: tensors are used during the call only.
+///
+/// GPU (config.device): tensors lie on the device and are used until the stream has passed the
+/// call; the caller orders the streams of one capture. begin_step, record and import_sink enqueue
+/// kernels, wait for nothing, and may be captured: a replay records in the step that runs then,
+/// with the options of the captured call. Ids are looked at by kernels: what CPU calls throw for
+/// ids that are no expert, rows recorded with other ids and rows of a sink written in part,
+/// `check`, `snapshot` and the step's snapshots throw later. Such a step is lost: the next
+/// begin_step starts afresh. Layout kSharded is Unsupported.
 class FANFOLD_EXPORT RoutingCapture {
  public:
-  /// Allocates num_layers * max_tokens rows, and as many for each snapshot in flight.
+  /// Allocates num_layers * max_tokens rows, and as many for each snapshot in flight: on a GPU in
+  /// page-locked memory of the host.
   /// @throws InvalidArgument  `config` contradicts itself; nothing was allocated.
+  /// @throws Unsupported      no such GPU, or a build without GPUs.
   explicit RoutingCapture(const RoutingCaptureConfig& config);
   ~RoutingCapture();
   RoutingCapture(RoutingCapture&&) noexcept;
   RoutingCapture& operator=(RoutingCapture&&) noexcept;
 
-  /// Begins a step: nothing is recorded in it yet. `step_id` is the caller's name for it.
-  void begin_step(std::int64_t step_id);
+  /// Begins a step: nothing is recorded in it yet. `step_id` is the caller's name for it; each
+  /// replay of a captured call begins another step of that name.
+  void begin_step(std::int64_t step_id, std::optional<void*> stream = std::nullopt);
 
   /// Takes the ids of one layer.
   /// @param layer     the model's number of the layer.
@@ -171,12 +197,14 @@ class FANFOLD_EXPORT RoutingCapture {
   /// Where a fused kernel writes the ids of `layer` itself: int16 or int32 [max_sink_rows,
   /// top_k + num_shared_experts]. The same memory each time for a layer; holds the type's minimum,
   /// which says "not written", from here, `begin_step` or `import_sink` on: what was written before
-  /// a step began is not this step's.
+  /// a step began is not this step's. GPU: the first call for a layer waits for the device, and is
+  /// not allowed in a graph capture.
   /// @throws InvalidArgument  an unknown layer, another type, or one that differs from the first
   ///         call's or does not hold every id.
   TensorView sink(int layer, DType dtype = DType::kInt32);
-  /// Records the first `num_rows` rows of the layer's sink as `record` does, and clears the sink.
-  /// Rows that the kernel did not write stay unrecorded, and so are reported as missing.
+  /// Records the first `num_rows` rows of the layer's sink as `record` does, and clears the sink
+  /// (on a GPU also after an error). Rows that the kernel did not write stay unrecorded, and so are
+  /// reported as missing.
   /// @throws InvalidArgument  as record; also a row that was written in part.
   /// @throws InvalidState     as record; also a layer without a sink.
   void import_sink(int layer, std::int64_t num_rows, const CaptureLayout& layout = {},
@@ -187,9 +215,18 @@ class FANFOLD_EXPORT RoutingCapture {
   /// @throws InvalidState      no step has begun.
   /// @throws CapacityExceeded  max_in_flight snapshots are held: back-pressure, nothing is
   ///         overwritten. Release one and call again.
-  RoutingSnapshot snapshot(std::int64_t num_tokens);
+  /// Stream (GPU): enqueues on `stream`. Never synchronizes. Not in a graph capture (InvalidState).
+  /// Throws as `check` first.
+  RoutingSnapshot snapshot(std::int64_t num_tokens, std::optional<void*> stream = std::nullopt);
 
-  /// Replaces config.logical_of_expert, between steps or before the first record of a step.
+  /// Throws the first error that kernels have found and nobody was told of; waits for nothing. On
+  /// the CPU there is none.
+  /// @throws InvalidArgument  an id at or past the experts, or a sink's row written in part.
+  /// @throws InvalidState     a row that was recorded in its step with other ids.
+  void check();
+
+  /// Replaces config.logical_of_expert, between steps or before the first record of a step. GPU:
+  /// waits for the device; graphs that were captured use the new map.
   /// @throws InvalidArgument  an entry that is no logical expert, or more ids than a sink's int16.
   /// @throws InvalidState     this step has recorded already.
   void set_logical_of_expert(std::vector<std::int32_t> logical_of_expert);
@@ -199,8 +236,9 @@ class FANFOLD_EXPORT RoutingCapture {
   /// Snapshots held.
   int num_in_flight() const noexcept;
 
+  class Impl;  // the library's own
+
  private:
-  class Impl;
   std::unique_ptr<Impl> impl_;
 };
 

@@ -2,13 +2,11 @@
 #include "fanfold/routing_capture.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "base/format.h"
 #include "capture/check.h"
 #include "capture/routing_capture_impl.h"
-#include "capture/sinks.h"
 #include "fanfold/error.h"
 
 namespace fanfold {
@@ -18,8 +16,6 @@ using capture::refuse;
 using capture::RowSpan;
 
 namespace {
-
-constexpr int kSentinelByte = 0xff;  // the sentinel of every type is made of it
 
 void check_logical_of_expert(const std::vector<std::int32_t>& logical, int num_experts) {
   if (logical.size() > INT32_MAX) {
@@ -59,6 +55,10 @@ RoutingSpec check_capture_config(const RoutingCaptureConfig& config) {
     refuse("max_tokens", str("rows of ", spec.row_bytes(), " bytes that memory can hold"),
            str(config.max_tokens));
   }
+  if (config.device == DeviceType::kGpu &&
+      (config.device_index < 0 || config.device_index > INT16_MAX)) {
+    refuse("device_index", str("0 to ", INT16_MAX), str(config.device_index));
+  }
   return spec;
 }
 
@@ -69,7 +69,6 @@ RoutingCapture::Impl::Impl(const RoutingCaptureConfig& config)
       spec_(check_capture_config(config)),
       cell_bytes_(config.top_k * size_of(spec_.dtype)),
       layer_bytes_(config.max_tokens * cell_bytes_),
-      narrow_(&capture::narrow_table()),
       sinks_(static_cast<std::size_t>(config.num_layers)) {
   for (int slot = 0; slot < config_.num_layers; ++slot) {
     if (config.layers.empty()) config_.layers.push_back(slot);
@@ -77,16 +76,7 @@ RoutingCapture::Impl::Impl(const RoutingCaptureConfig& config)
     if (!slots_of_layers_.emplace(layer, static_cast<std::size_t>(slot)).second) {
       refuse("layers", "different numbers", str(layer, " twice"));
     }
-    slots_.emplace_back(config_.max_tokens);
   }
-  buffer_.assign(static_cast<std::size_t>(config_.num_layers * layer_bytes_),
-                 std::byte{kSentinelByte});
-  ring_ = std::make_shared<capture::SnapshotRing>(config_.max_in_flight,
-                                                  config_.num_layers * layer_bytes_);
-}
-
-std::byte* RoutingCapture::Impl::row(std::size_t slot, std::int64_t token) noexcept {
-  return buffer_.data() + static_cast<std::int64_t>(slot) * layer_bytes_ + token * cell_bytes_;
 }
 
 std::size_t RoutingCapture::Impl::slot_of(int layer) const {
@@ -117,7 +107,7 @@ void RoutingCapture::Impl::check_ids(const TensorView& ids) const {
                or_wide),
            ids.describe());
   }
-  capture::check_host_tensor("topk_ids", ids);
+  check_place("topk_ids", ids);
   if (!ids.rows_are_contiguous()) {
     refuse("topk_ids", "rows whose elements are contiguous",
            "strides that skip within a row of " + ids.describe());
@@ -134,24 +124,19 @@ capture::IdRule RoutingCapture::Impl::rule() const noexcept {
   return {num_ids, logical.empty() ? nullptr : logical.data(), config_.top_k, size_of(spec_.dtype)};
 }
 
-void RoutingCapture::Impl::refuse_ids(int layer, const TensorView& topk_ids,
-                                      const RowSpan& span) const {
-  const capture::WrongId wrong =
-      capture::find_wrong_id(topk_ids, span.source, span.num_rows, rule());
-  refuse("topk_ids",
-         str("ids below ", rule().num_experts,
-             config_.logical_of_expert.empty() ? " (num_experts)" : " (physical experts)",
-             " or negative"),
-         str(wrong.id, " at row ", wrong.row, ", column ", wrong.column, " of layer ", layer));
-}
-
-void RoutingCapture::Impl::begin_step(std::int64_t step_id) {
-  ++step_;
+void RoutingCapture::Impl::begin_step(std::int64_t step_id, const std::optional<void*>& stream) {
+  const exec::Stream on = to_stream(stream);
+  const std::int64_t before = step_id_;
   step_id_ = step_id;
-  has_records_ = false;
-  for (const auto& sink : sinks_) {
-    if (sink != nullptr) capture::clear_sink(sink->view);
+  ++step_;
+  try {
+    start_step(on);
+  } catch (...) {
+    step_id_ = before;
+    --step_;
+    throw;
   }
+  has_records_ = false;
 }
 
 void RoutingCapture::Impl::take(const char* call, int layer, const TensorView& topk_ids,
@@ -159,7 +144,7 @@ void RoutingCapture::Impl::take(const char* call, int layer, const TensorView& t
                                 bool is_sink) {
   check_step(call);
   check_source(options.source);
-  slot_of(layer);
+  const std::size_t slot = slot_of(layer);
   check_ids(topk_ids);
   const std::int64_t num_rows = options.rows.value_or(topk_ids.shape[0]);
   if (num_rows < 0 || num_rows > topk_ids.shape[0]) {
@@ -168,111 +153,25 @@ void RoutingCapture::Impl::take(const char* call, int layer, const TensorView& t
   TensorView ids = topk_ids;
   ids.shape[0] = num_rows;
   if (!is_sink) check_no_sink(ids);
+  const exec::Stream stream = to_stream(options.stream);
   std::vector<RowSpan> spans;
   if (layout.kind == CaptureLayout::Kind::kSharded) {
     ids = join(ids, layout, spans);
   } else {
     spans = capture::row_spans(layout, num_rows, config_.max_tokens);
   }
-  if (is_sink) spans = capture::written_spans(ids, config_.top_k, spans);
-  write(layer, ids, spans, options.overwrite);
-}
-
-TensorView RoutingCapture::Impl::join(const TensorView& topk_ids, const CaptureLayout& layout,
-                                      std::vector<RowSpan>& spans) {
-  const std::int64_t sum = capture::check_counts(layout);
-  const std::int64_t mine = layout.counts[static_cast<std::size_t>(layout.rank)];
-  if (topk_ids.shape[0] != mine) {
-    refuse("topk_ids", str(mine, " rows (layout.counts of rank ", layout.rank, ")"),
-           str(topk_ids.shape[0]));
-  }
-  if (layout.num_tokens < 0 || layout.num_tokens > sum) {
-    refuse("layout.num_tokens", str("0 to ", sum, " tokens (the sum of layout.counts)"),
-           str(layout.num_tokens));
-  }
-  capture::check_padding("layout.num_tokens", sum, static_cast<std::int64_t>(layout.counts.size()),
-                         layout.num_tokens);
-  if (sum > INT64_MAX / 8 / topk_ids.row_bytes()) {
-    refuse("layout.counts", "rows that memory can hold", str(sum));
-  }
-  spans = capture::row_spans(CaptureLayout::local(layout.token_offset), layout.num_tokens,
-                             config_.max_tokens);
-  if (config_.gather == nullptr) {
-    throw InvalidState(
-        "record: expected a gather callback (config.gather) for sharded rows, got "
-        "none");
-  }
-  const std::int64_t width = topk_ids.shape[1];
-  packed_.resize(static_cast<std::size_t>(mine * topk_ids.row_bytes()));
-  capture::copy_dense(packed_.data(), topk_ids, mine);
-  joined_.resize(static_cast<std::size_t>(sum * topk_ids.row_bytes()));
-  const TensorView send(static_cast<const void*>(packed_.data()), topk_ids.dtype, {mine, width});
-  const TensorView all(static_cast<void*>(joined_.data()), topk_ids.dtype, {sum, width});
-  config_.gather(send, all, layout.counts);
-  return all;
-}
-
-void RoutingCapture::Impl::write(int layer, const TensorView& topk_ids,
-                                 const std::vector<RowSpan>& spans, bool overwrite) {
-  const std::size_t at = slot_of(layer);
-  Slot& slot = slots_[at];
-  if (slot.step != step_) {
-    slot.rows.clear();
-    slot.step = step_;
-  }
-  for (const RowSpan& span : spans) {
-    if (!slot.rows.has_any(span.token, span.num_rows)) continue;
-    write_again(layer, topk_ids, spans, overwrite);
-    return;
-  }
-  // Nothing reads a row that is not in slot.rows, so an error may leave anything in it.
-  const capture::IdRule id_rule = rule();
-  for (const RowSpan& span : spans) {
-    if (!capture::store_ids(topk_ids, span.source, span.num_rows, id_rule, *narrow_,
-                            row(at, span.token))) {
-      refuse_ids(layer, topk_ids, span);
-    }
-  }
-  for (const RowSpan& span : spans) slot.rows.add(span.token, span.num_rows);
+  write({slot, layer, ids, std::move(spans), options.overwrite, is_sink, stream});
   has_records_ = true;
 }
 
-void RoutingCapture::Impl::write_again(int layer, const TensorView& topk_ids,
-                                       const std::vector<RowSpan>& spans, bool overwrite) {
-  const std::size_t at = slot_of(layer);
-  Slot& slot = slots_[at];
-  const auto size = static_cast<std::size_t>(cell_bytes_);
-  std::int64_t num_rows = 0;
-  for (const RowSpan& span : spans) num_rows += span.num_rows;
-  packed_.resize(static_cast<std::size_t>(num_rows * cell_bytes_));
-  std::byte* next = packed_.data();
-  for (const RowSpan& span : spans) {
-    if (!capture::store_ids(topk_ids, span.source, span.num_rows, rule(), *narrow_, next)) {
-      refuse_ids(layer, topk_ids, span);
-    }
-    for (std::int64_t i = 0; i < span.num_rows; ++i, next += cell_bytes_) {
-      const std::int64_t token = span.token + i;
-      if (overwrite || !slot.rows.contains(token)) continue;
-      if (std::memcmp(next, row(at, token), size) == 0) continue;
-      throw InvalidState(
-          str("record: expected token ", token, " of layer ", layer, " with the ids that step ",
-              step_id_, " recorded before (or overwrite), got other ids at row ", span.source + i));
-    }
-  }
-  next = packed_.data();
-  for (const RowSpan& span : spans) {
-    const std::int64_t bytes = span.num_rows * cell_bytes_;
-    if (bytes > 0) std::memcpy(row(at, span.token), next, static_cast<std::size_t>(bytes));
-    next += bytes;
-    slot.rows.add(span.token, span.num_rows);
-  }
-}
-
-RoutingSnapshot RoutingCapture::Impl::snapshot(std::int64_t num_tokens) {
+RoutingSnapshot RoutingCapture::Impl::snapshot(std::int64_t num_tokens,
+                                               const std::optional<void*>& stream) {
   check_step("snapshot");
   if (num_tokens < 0 || num_tokens > config_.max_tokens) {
     refuse("num_tokens", str("0 to ", config_.max_tokens, " (max_tokens)"), str(num_tokens));
   }
+  const exec::Stream on = to_stream(stream);
+  check_snapshot(on);
   const auto state = std::make_shared<RoutingSnapshot::State>(ring_);
   state->place = ring_->take();
   if (state->place < 0) {
@@ -281,31 +180,9 @@ RoutingSnapshot RoutingCapture::Impl::snapshot(std::int64_t num_tokens) {
                                "one first"));
   }
   state->spec = spec_;
-  state->step_id = step_id_;
   state->num_tokens = num_tokens;
   state->layers = config_.layers;
-  std::byte* out = ring_->data(state->place);
-  capture::interleave_layers(buffer_.data(), layer_bytes_, config_.num_layers, num_tokens,
-                             cell_bytes_, out);
-  for (std::size_t at = 0; at < slots_.size(); ++at) {
-    Slot& slot = slots_[at];
-    if (slot.step != step_) {
-      slot.rows.clear();
-      slot.step = step_;
-    }
-    const std::int64_t missing = num_tokens - slot.rows.count(0, num_tokens);
-    state->missing_rows.push_back(missing);
-    if (missing == 0) continue;
-    state->missing_layers.push_back(config_.layers[at]);
-    for (std::int64_t token = 0; token < num_tokens; ++token) {
-      if (slot.rows.contains(token)) continue;
-      std::memset(out + token * spec_.row_bytes() + static_cast<std::int64_t>(at) * cell_bytes_,
-                  kSentinelByte, static_cast<std::size_t>(cell_bytes_));
-    }
-  }
-  if (!state->missing_layers.empty()) {
-    for (const Slot& slot : slots_) state->recorded.push_back(slot.rows);
-  }
+  copy(*state, on);
   return RoutingSnapshot(state);
 }
 
@@ -326,16 +203,17 @@ void RoutingCapture::Impl::set_logical_of_expert(std::vector<std::int32_t> logic
            str("ids up to ", INT16_MAX, " (the sink of layer ", config_.layers[slot], " is int16)"),
            str("ids up to ", num_ids - 1));
   }
+  use_map(logical_of_expert);
   config_.logical_of_expert = std::move(logical_of_expert);
 }
 
-RoutingCapture::RoutingCapture(const RoutingCaptureConfig& config)
-    : impl_(std::make_unique<Impl>(config)) {}
 RoutingCapture::~RoutingCapture() = default;
 RoutingCapture::RoutingCapture(RoutingCapture&&) noexcept = default;
 RoutingCapture& RoutingCapture::operator=(RoutingCapture&&) noexcept = default;
 
-void RoutingCapture::begin_step(std::int64_t step_id) { impl_->begin_step(step_id); }
+void RoutingCapture::begin_step(std::int64_t step_id, std::optional<void*> stream) {
+  impl_->begin_step(step_id, stream);
+}
 void RoutingCapture::record(int layer, const TensorView& topk_ids, const CaptureLayout& layout,
                             const RecordOptions& options) {
   impl_->take("record", layer, topk_ids, layout, options, false);
@@ -345,9 +223,10 @@ void RoutingCapture::import_sink(int layer, std::int64_t num_rows, const Capture
                                  const RecordOptions& options) {
   impl_->import_sink(layer, num_rows, layout, options);
 }
-RoutingSnapshot RoutingCapture::snapshot(std::int64_t num_tokens) {
-  return impl_->snapshot(num_tokens);
+RoutingSnapshot RoutingCapture::snapshot(std::int64_t num_tokens, std::optional<void*> stream) {
+  return impl_->snapshot(num_tokens, stream);
 }
+void RoutingCapture::check() { impl_->check(); }
 void RoutingCapture::set_logical_of_expert(std::vector<std::int32_t> logical_of_expert) {
   impl_->set_logical_of_expert(std::move(logical_of_expert));
 }

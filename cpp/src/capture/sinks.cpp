@@ -7,6 +7,7 @@
 
 #include "base/format.h"
 #include "capture/check.h"
+#include "capture/record_errors.h"
 #include "capture/routing_capture_impl.h"
 #include "fanfold/error.h"
 
@@ -34,8 +35,7 @@ std::vector<RowSpan> written_spans_of(const TensorView& ids, int top_k,
       }
       if (missing > 0) {
         const auto column = std::find(first, first + top_k, kNotWritten<Id>) - first;
-        refuse("sink", base::str("all ", top_k, " ids of a row, or none, to be written"),
-               base::str("column ", column, " of row ", row, " not written"));
+        refuse_partly_written(top_k, row, column);
       }
       if (extends) {
         ++written.back().num_rows;
@@ -87,9 +87,7 @@ TensorView RoutingCapture::Impl::sink(int layer, DType dtype) {
   const std::int64_t rows = config_.max_sink_rows > 0 ? config_.max_sink_rows : config_.max_tokens;
   const std::int64_t width = config_.top_k + config_.num_shared_experts;
   auto made = std::make_unique<Sink>();
-  made->memory.resize(static_cast<std::size_t>(rows * width * size_of(dtype)));
-  made->view = TensorView(static_cast<void*>(made->memory.data()), dtype, {rows, width});
-  capture::clear_sink(made->view);
+  make_sink(at, *made, dtype, rows, width);
   sink = std::move(made);
   return sink->view;
 }
@@ -103,9 +101,9 @@ void RoutingCapture::Impl::check_no_sink(const TensorView& topk_ids) const {
   const auto end = std::max(data, last_row) + static_cast<std::uintptr_t>(topk_ids.row_bytes());
   for (std::size_t slot = 0; slot < sinks_.size(); ++slot) {
     if (sinks_[slot] == nullptr) continue;
-    const std::vector<std::byte>& memory = sinks_[slot]->memory;
-    const auto of_sink = reinterpret_cast<std::uintptr_t>(memory.data());
-    if (end <= of_sink || begin >= of_sink + memory.size()) continue;
+    const auto of_sink = reinterpret_cast<std::uintptr_t>(sinks_[slot]->memory.get());
+    const auto size = static_cast<std::uintptr_t>(sinks_[slot]->bytes);
+    if (end <= of_sink || begin >= of_sink + size) continue;
     capture::refuse(
         "topk_ids", "memory of the caller's",
         base::str("the sink of layer ", config_.layers[slot], "; use import_sink for that"));
@@ -114,7 +112,8 @@ void RoutingCapture::Impl::check_no_sink(const TensorView& topk_ids) const {
 
 void RoutingCapture::Impl::import_sink(int layer, std::int64_t num_rows,
                                        const CaptureLayout& layout, const RecordOptions& options) {
-  const std::unique_ptr<Sink>& sink = sinks_[slot_of(layer)];
+  const std::size_t slot = slot_of(layer);
+  const std::unique_ptr<Sink>& sink = sinks_[slot];
   if (sink == nullptr) {
     throw InvalidState(base::str("import_sink: expected a sink of layer ", layer, ", got none"));
   }
@@ -129,7 +128,7 @@ void RoutingCapture::Impl::import_sink(int layer, std::int64_t num_rows,
   RecordOptions all = options;
   all.rows = num_rows;
   take("import_sink", layer, sink->view, layout, all, true);
-  capture::clear_sink(sink->view);
+  clear_sink(slot, to_stream(options.stream));
 }
 
 }  // namespace fanfold

@@ -29,12 +29,8 @@ void interleave_cells(const std::byte* layers, std::int64_t layer_bytes, int num
 
 }  // namespace
 
-SnapshotRing::SnapshotRing(int num_places, std::int64_t place_bytes)
-    : held_(std::make_unique<std::atomic<bool>[]>(static_cast<std::size_t>(num_places))) {
-  for (int place = 0; place < num_places; ++place) {
-    places_.emplace_back(new std::byte[static_cast<std::size_t>(place_bytes)]);
-  }
-}
+SnapshotRing::SnapshotRing(std::vector<std::shared_ptr<std::byte>> places)
+    : places_(std::move(places)), held_(std::make_unique<std::atomic<bool>[]>(places_.size())) {}
 
 int SnapshotRing::take() noexcept {
   for (std::size_t place = 0; place < places_.size(); ++place) {

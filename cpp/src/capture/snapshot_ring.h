@@ -20,7 +20,7 @@ namespace capture {
 /// Threads: `take` by one at a time; places may come back on any.
 class SnapshotRing {
  public:
-  SnapshotRing(int num_places, std::int64_t place_bytes);
+  explicit SnapshotRing(std::vector<std::shared_ptr<std::byte>> places);
 
   /// A free place, now held; -1 if there is none.
   int take() noexcept;
@@ -29,7 +29,7 @@ class SnapshotRing {
   int num_held() const noexcept;
 
  private:
-  std::vector<std::unique_ptr<std::byte[]>> places_;
+  std::vector<std::shared_ptr<std::byte>> places_;
   std::unique_ptr<std::atomic<bool>[]> held_;
 };
 
@@ -41,6 +41,32 @@ void interleave_layers(const std::byte* layers, std::int64_t layer_bytes, int nu
 
 }  // namespace capture
 
+namespace capture {
+
+/// What a snapshot knows beside the ids.
+struct SnapshotContents {
+  std::int64_t step_id = 0;
+  std::vector<int> missing_layers;
+  std::vector<std::int64_t> missing_rows;
+  std::vector<RowSet> recorded;  // per slot; empty when nothing is missing
+};
+
+/// Contents that come after the snapshot was made.
+class LateContents {
+ public:
+  LateContents() = default;
+  virtual ~LateContents() = default;
+  LateContents(const LateContents&) = delete;
+  LateContents& operator=(const LateContents&) = delete;
+
+  /// Waits for them and the ids. Threads: any, at the same time.
+  /// @throws InvalidArgument, InvalidState  something was wrong with what the step recorded.
+  virtual const SnapshotContents& wait() = 0;
+  virtual bool is_ready() = 0;
+};
+
+}  // namespace capture
+
 struct RoutingSnapshot::State {
   explicit State(std::shared_ptr<capture::SnapshotRing> ring_) : ring(std::move(ring_)) {}
   ~State() {
@@ -49,15 +75,16 @@ struct RoutingSnapshot::State {
   State(const State&) = delete;
   State& operator=(const State&) = delete;
 
+  const capture::SnapshotContents& known() const { return late ? late->wait() : contents; }
+
   std::shared_ptr<capture::SnapshotRing> ring;
   int place = -1;
+  const std::byte* ids = nullptr;  // within the place
   RoutingSpec spec;
-  std::int64_t step_id = 0;
   std::int64_t num_tokens = 0;
   std::vector<int> layers;  // the model's number of each slot
-  std::vector<int> missing_layers;
-  std::vector<std::int64_t> missing_rows;
-  std::vector<capture::RowSet> recorded;  // per slot; empty when nothing is missing
+  capture::SnapshotContents contents;
+  std::unique_ptr<capture::LateContents> late;  // if set, in place of `contents`
 };
 
 }  // namespace fanfold

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "exec/capture_params.h"
 #include "exec/device_params.h"
 
 namespace fanfold::exec {
@@ -54,6 +55,13 @@ class DeviceBackend {
   virtual void copy(std::byte* to, const std::byte* from, std::int64_t bytes, Stream stream) = 0;
   virtual void fill(std::byte* to, int byte, std::int64_t bytes, Stream stream) = 0;
 
+  // Points in the order of a stream. Not in a graph capture.
+  virtual std::shared_ptr<void> make_event() = 0;
+  virtual void record_event(void* event, Stream stream) = 0;
+  /// Waits for what `event` was recorded behind.
+  virtual void wait_event(void* event) = 0;
+  virtual bool has_passed(void* event) = 0;
+
   // Phases. @throws CudaFailure  a launch was refused; nothing was enqueued.
   virtual void signal(const DeviceSignalParams& params, Stream stream) = 0;
   virtual void dispatch_send(const DeviceDispatchSendParams& params, Stream stream) = 0;
@@ -63,6 +71,9 @@ class DeviceBackend {
   virtual void sum_rows(const DeviceSumParams& params, Stream stream) = 0;
   virtual void pack_rows(const DevicePackParams& params, Stream stream) = 0;
   virtual void sanitize(const DeviceSanitizeParams& params, Stream stream) = 0;
+  virtual void begin_step(const DeviceBeginStepParams& params, Stream stream) = 0;
+  virtual void record_ids(const DeviceRecordParams& params, Stream stream) = 0;
+  virtual void copy_snapshot(const DeviceSnapshotParams& params, Stream stream) = 0;
   /// Tiles that the kernels above may need for `num_rows` rows.
   virtual std::int64_t max_tiles(std::int64_t num_rows) const noexcept = 0;
 };

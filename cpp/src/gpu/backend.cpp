@@ -121,30 +121,67 @@ class Backend final : public exec::DeviceBackend {
                    base::str("cuMemsetD8Async of ", bytes, " bytes"));
   }
 
+  std::shared_ptr<void> make_event() override {
+    const DeviceContext::Current current(*context_);
+    cudaEvent_t event = nullptr;
+    check_call(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
+    return {event, [context = context_](void* made) {
+              give_back(*context, [&](const Driver&) { return cudaEventDestroy(event_of(made)); });
+            }};
+  }
+  void record_event(void* event, exec::Stream stream) override {
+    const DeviceContext::Current current(*context_);
+    check_call(cudaEventRecord(event_of(event), handle_of(stream)), "cudaEventRecord");
+  }
+  void wait_event(void* event) override {
+    const DeviceContext::Current current(*context_);
+    check_call(cudaEventSynchronize(event_of(event)), "cudaEventSynchronize");
+  }
+  bool has_passed(void* event) override {
+    const DeviceContext::Current current(*context_);
+    const cudaError_t state = cudaEventQuery(event_of(event));
+    if (state == cudaErrorNotReady) {
+      (void)cudaGetLastError();  // the caller's next look finds none of ours
+      return false;
+    }
+    check_call(state, "cudaEventQuery");
+    return true;
+  }
+
   void signal(const exec::DeviceSignalParams& params, exec::Stream stream) override {
     const DeviceContext::Current current(*context_);
-    check_launch(gpu::signal(params, handle_of(stream)), "signal");
+    check_call(gpu::signal(params, handle_of(stream)), "launch of signal");
   }
   void dispatch_send(const exec::DeviceDispatchSendParams& params, exec::Stream stream) override {
-    launch(gpu::dispatch_send, params, stream, "dispatch_send");
+    launch(gpu::dispatch_send, params, stream, "launch of dispatch_send");
   }
   void arrange(const exec::DeviceArrangeParams& params, exec::Stream stream) override {
-    launch(gpu::arrange, params, stream, "arrange");
+    launch(gpu::arrange, params, stream, "launch of arrange");
   }
   void describe_rows(const exec::DeviceDescribeParams& params, exec::Stream stream) override {
-    launch(gpu::describe_rows, params, stream, "describe_rows");
+    launch(gpu::describe_rows, params, stream, "launch of describe_rows");
   }
   void combine_send(const exec::DeviceCombineSendParams& params, exec::Stream stream) override {
-    launch(gpu::combine_send, params, stream, "combine_send");
+    launch(gpu::combine_send, params, stream, "launch of combine_send");
   }
   void sum_rows(const exec::DeviceSumParams& params, exec::Stream stream) override {
-    launch(gpu::sum_rows, params, stream, "sum_rows");
+    launch(gpu::sum_rows, params, stream, "launch of sum_rows");
   }
   void pack_rows(const exec::DevicePackParams& params, exec::Stream stream) override {
-    launch(gpu::pack_rows, params, stream, "pack_rows");
+    launch(gpu::pack_rows, params, stream, "launch of pack_rows");
   }
   void sanitize(const exec::DeviceSanitizeParams& params, exec::Stream stream) override {
-    launch(gpu::sanitize, params, stream, "sanitize");
+    launch(gpu::sanitize, params, stream, "launch of sanitize");
+  }
+
+  void begin_step(const exec::DeviceBeginStepParams& params, exec::Stream stream) override {
+    launch(gpu::begin_step, params, stream, "launch of begin_step");
+  }
+  void record_ids(const exec::DeviceRecordParams& params, exec::Stream stream) override {
+    launch(gpu::record_ids, params, stream, "launch of record_ids");
+  }
+  void copy_snapshot(const exec::DeviceSnapshotParams& params, exec::Stream stream) override {
+    launch(gpu::copy_snapshot, params, stream, "launch of copy_snapshot");
   }
 
   std::int64_t max_tiles(std::int64_t num_rows) const noexcept override {
@@ -157,6 +194,7 @@ class Backend final : public exec::DeviceBackend {
 
   // The runtime's stream and the driver's are one type.
   static CUstream handle_of(exec::Stream stream) noexcept { return static_cast<CUstream>(stream); }
+  static cudaEvent_t event_of(void* event) noexcept { return static_cast<cudaEvent_t>(event); }
 
   /// Page-locked memory with the device's address of it.
   exec::PinnedMemory reached(std::shared_ptr<std::byte> host) const {
@@ -170,15 +208,15 @@ class Backend final : public exec::DeviceBackend {
   void launch(cudaError_t (*kernel)(const Params&, GridLimit, cudaStream_t), const Params& params,
               exec::Stream stream, const char* name) {
     const DeviceContext::Current current(*context_);
-    check_launch(kernel(params, limit_, handle_of(stream)), name);
+    check_call(kernel(params, limit_, handle_of(stream)), name);
   }
 
   /// As Driver::check: the runtime numbers its errors as the driver does.
-  static void check_launch(cudaError_t error, const char* kernel) {
+  static void check_call(cudaError_t error, const char* call) {
     if (error == cudaSuccess) return;
     (void)cudaGetLastError();  // the caller's next look finds none of ours
-    const std::string message = base::str("launch of ", kernel, ": ", cudaGetErrorName(error), " (",
-                                          cudaGetErrorString(error), ")");
+    const std::string message =
+        base::str(call, ": ", cudaGetErrorName(error), " (", cudaGetErrorString(error), ")");
     if (error == cudaErrorMemoryAllocation) throw OutOfMemory(message);
     if (error >= cudaErrorStreamCaptureUnsupported && error <= cudaErrorStreamCaptureWrongThread) {
       throw InvalidState(message + "; expected no stream capture under way");

@@ -9,7 +9,8 @@
 
 namespace fanfold::gpu {
 
-/// What is wrong. tests_cpp/gpu/seeded_faults_test.cpp says what must be reported for each.
+/// What is wrong. tests_cpp/gpu/seeded_faults_test.cpp says what must be reported for each, and
+/// capture_faults_test.cpp tells for those of a RoutingCapture.
 enum class Fault : int {
   kNone,
   // flags.cuh
@@ -65,6 +66,21 @@ enum class Fault : int {
   kCombineNotCounted,  // a later combine of the round has the epoch of this one
   // numbers.cuh
   kScaleOfWarp,  // two blocks of a row share the larger scale
+  // begin_step.cu
+  kSinksStay,      // sinks keep what was written before the step
+  kErrorOutlives,  // the error of the step before is this one's
+  // record_ids.cu
+  kKeepsPhysical,           // ids are not turned into logical ones
+  kLastExpertIsWrong,       // the last id that is right is refused
+  kAnyErrorOfKernel,        // not the first wrong id of a record is named
+  kRecordCountersStay,      // the blocks of the next kernel are counted on
+  kNoBarrierBeforeLook,     // errors are looked for while threads still find them
+  kRecordsOverOtherRows,    // a row of the step is replaced without being asked
+  kPartlyWrittenIsWritten,  // rows of a sink are taken if one id was written
+  // copy_snapshot.cu
+  kSnapshotOfOldSteps,  // rows of earlier steps are taken for this one's
+  kBitsOfFirstLane,     // 32 rows are said to be recorded if the first one was
+  kSkipsLastCell,       // the last cell of a snapshot is not written
 };
 
 #if defined(FANFOLD_SEEDED_FAULTS)

@@ -35,17 +35,19 @@ __device__ inline bool begin(const exec::DeviceRound& round) {
 
 /// Counts this block as done; whether it was the last of the grid, whose threads then know all that
 /// the others wrote before they called this. All threads call it, once.
-__device__ inline bool is_last_block(exec::DeviceSlot* slot) {
+__device__ inline bool is_last_block(std::uint32_t* num_done) {
   FANFOLD_SHARED(std::uint32_t, is_last);
   if (!has(Fault::kNoBarrierBeforeCount)) __syncthreads();
   if (threadIdx.x == 0) {
-    const std::uint32_t before = has(Fault::kRelaxedCount)
-                                     ? atom_add_relaxed_gpu(&slot->num_done, 1U)
-                                     : atom_add_acq_rel_gpu(&slot->num_done, 1U);
+    const std::uint32_t before = has(Fault::kRelaxedCount) ? atom_add_relaxed_gpu(num_done, 1U)
+                                                           : atom_add_acq_rel_gpu(num_done, 1U);
     is_last = before + 1 == gridDim.x ? 1 : 0;
   }
   __syncthreads();
   return is_last != 0;
+}
+__device__ inline bool is_last_block(exec::DeviceSlot* slot) {
+  return is_last_block(&slot->num_done);
 }
 
 /// The last block leaves the counters as the next kernel of the slot expects them.

@@ -6,6 +6,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "exec/capture_params.h"
 #include "exec/device_params.h"
 
 namespace fanfold::gpu {
@@ -27,5 +28,11 @@ cudaError_t sum_rows(const exec::DeviceSumParams& params, GridLimit limit, cudaS
 cudaError_t pack_rows(const exec::DevicePackParams& params, GridLimit limit, cudaStream_t stream);
 cudaError_t sanitize(const exec::DeviceSanitizeParams& params, GridLimit limit,
                      cudaStream_t stream);
+cudaError_t begin_step(const exec::DeviceBeginStepParams& params, GridLimit limit,
+                       cudaStream_t stream);
+cudaError_t record_ids(const exec::DeviceRecordParams& params, GridLimit limit,
+                       cudaStream_t stream);
+cudaError_t copy_snapshot(const exec::DeviceSnapshotParams& params, GridLimit limit,
+                          cudaStream_t stream);
 
 }  // namespace fanfold::gpu

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RoutingCapture on the simulated device: streams, graphs, sinks and errors that come late."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+from support.cuda_tensor import Framework, Producer
+from support.gpu import capture as graph_of
+
+import fanfold
+from fanfold import CaptureLayout, InvalidArgument, InvalidState, RoutingCapture
+from fanfold.testing import SimulatedTensors
+
+if fanfold.build_info()["cuda"] != "simulated":
+    pytest.skip("needs the build of preset sim (tools/test --only sim)", allow_module_level=True)
+
+from fanfold import _core
+
+
+class Device:
+    """Tensors of the simulated device, kept until their stream has been waited for."""
+
+    def __init__(self) -> None:
+        self.tensors = SimulatedTensors()
+        self.stream: Any = self.tensors.stream
+
+    def ids(self, *rows: list[int], dtype: str = "int32") -> Any:
+        return self.tensors.to_tensor(numpy.array(rows, dtype), dtype)
+
+    def capture(self, **config: Any) -> RoutingCapture:
+        small = {"num_layers": 2, "num_experts": 8, "top_k": 2, "max_tokens": 8}
+        return RoutingCapture(**{**small, "device": "cuda:0", **config})
+
+
+@pytest.fixture(name="gpu")
+def _gpu() -> Device:
+    return Device()
+
+
+def test_what_was_recorded_comes_to_the_host(gpu: Device) -> None:
+    capture = gpu.capture(layers=[3, 5])
+    assert capture.device == "cuda:0"
+    capture.begin_step(7, stream=gpu.stream)
+    ids = gpu.ids([1, 2], [3, -1], dtype="int64")
+    capture.record(5, ids, stream=gpu.stream)
+    with capture.snapshot(2, stream=gpu.stream) as snapshot:
+        assert snapshot.num_tokens == 2
+        snapshot.wait()
+        assert snapshot.is_ready
+        assert snapshot.step_id == 7
+        assert snapshot.missing_layers == [3]
+        assert snapshot.missing_rows == [2, 0]
+        assert snapshot.array.dtype == numpy.int8
+        assert snapshot.array.tolist() == [[[-1, -1], [1, 2]], [[-1, -1], [3, -1]]]
+        assert snapshot.expert_histogram()[1].tolist() == [0, 1, 1, 1, 0, 0, 0, 0]
+        with pytest.raises(InvalidState, match="layers 3"):
+            snapshot.rows(0, 1)
+    assert capture.num_in_flight == 0
+
+
+def test_every_layout_but_shards_is_taken(gpu: Device) -> None:
+    capture = gpu.capture(num_layers=1)
+    rows = gpu.ids([0, 7], [1, 7], [2, 7], [3, 7])
+    layouts = {
+        (0, 1, 2, 3): None,
+        (1, 2, 3, -1): CaptureLayout.concatenated([1, 3], 1),
+        (2, -1, -1, -1): CaptureLayout.padded([2, 1], 1, 2),
+        (3, 2, -1, 1): CaptureLayout.row_map([-1, 3, 1, 0]),
+    }
+    for step, (first_ids, layout) in enumerate(layouts.items()):
+        capture.begin_step(step, stream=gpu.stream)
+        capture.record(0, rows, layout, stream=gpu.stream)
+        array = capture.snapshot(4, stream=gpu.stream).array
+        assert tuple(array[:, 0, 0].tolist()) == first_ids
+        del array
+    with pytest.raises(fanfold.Unsupported, match="sharded on device 'cuda'"):
+        capture.record(0, rows, CaptureLayout.sharded([4], 0, 4), stream=gpu.stream)
+
+
+def test_a_wrong_id_is_told_by_the_next_look(gpu: Device) -> None:
+    capture = gpu.capture()
+    capture.begin_step(1, stream=gpu.stream)
+    capture.record(1, gpu.ids([1, 2], [3, 8]), stream=gpu.stream)
+    capture.check()  # nobody has run it yet
+    lost = capture.snapshot(1, stream=gpu.stream)
+    expected = "ids below 8 .num_experts. or negative, got 8 at row 1, column 1 of layer 1"
+    for read in (lost.wait, lambda: lost.array, lambda: lost.missing_rows, lambda: lost.step_id):
+        with pytest.raises(InvalidArgument, match=expected):
+            read()
+    capture.check()
+    capture.begin_step(2, stream=gpu.stream)
+    capture.record(1, gpu.ids([1, 2]), stream=gpu.stream)
+    capture.record(1, gpu.ids([1, 3]), stream=gpu.stream)
+    gpu.stream.synchronize()
+    with pytest.raises(InvalidState, match="token 0 of layer 1 with the ids that step 2 recorded"):
+        capture.snapshot(1, stream=gpu.stream)
+    capture.begin_step(3, stream=gpu.stream)
+    assert capture.snapshot(1, stream=gpu.stream).missing_rows == [1, 1]
+
+
+def test_a_full_ring_is_back_pressure(gpu: Device) -> None:
+    capture = gpu.capture(max_in_flight=1)
+    capture.begin_step(1, stream=gpu.stream)
+    array = capture.snapshot(1, stream=gpu.stream).array  # holds the place
+    with pytest.raises(fanfold.CapacityExceeded, match="back-pressure"):
+        capture.snapshot(1, stream=gpu.stream)
+    del array
+    capture.snapshot(1, stream=gpu.stream).release()
+
+
+def test_a_captured_record_replays_with_other_ids(gpu: Device) -> None:
+    capture = gpu.capture(num_layers=1)
+    ids = gpu.ids([0, 0])
+    capture.begin_step(0, stream=gpu.stream)
+    with graph_of(gpu.stream) as graphs:
+        capture.record(0, ids, stream=gpu.stream)
+        with pytest.raises(InvalidState, match="outside of a graph capture"):
+            capture.snapshot(1, stream=gpu.stream)
+    for step in range(1, 4):
+        _core.simulator.write(ids, numpy.array([[step, 7]], "int32"))
+        capture.begin_step(step, stream=gpu.stream)
+        graphs[0].launch(gpu.stream)
+        snapshot = capture.snapshot(1, stream=gpu.stream)
+        assert (snapshot.step_id, snapshot.array.tolist()) == (step, [[[step, 7]]])
+        snapshot.release()
+
+
+def test_kernels_write_to_a_sink_of_the_device(gpu: Device) -> None:
+    capture = gpu.capture(num_shared_experts=1)
+    sink = capture.sink(1, numpy.int16)
+    assert (sink.shape, sink.dtype) == ((8, 3), numpy.dtype("int16"))
+    assert set(numpy.array(sink).ravel()) == {-32768}
+    capture.begin_step(1, stream=gpu.stream)
+    gpu.stream.synchronize()
+    _core.simulator.write(sink[:1], numpy.array([[4, 5, 99]], "int16"))
+    capture.import_sink(1, 2, stream=gpu.stream)
+    snapshot = capture.snapshot(2, stream=gpu.stream)
+    assert snapshot.missing_rows == [2, 1]
+    assert snapshot.array[0, 1].tolist() == [4, 5]
+    assert set(numpy.array(sink).ravel()) == {-32768}, "cleared"
+    with pytest.raises(InvalidArgument, match="the sink of layer 1"):
+        capture.record(0, sink, stream=gpu.stream)
+
+
+def test_the_current_stream_of_a_framework_is_taken(gpu: Device) -> None:
+    framework = Framework()
+    framework.current = gpu.stream.cuda_stream
+    capture = gpu.capture(num_layers=1)
+    capture.begin_step(1, stream=int(gpu.stream.cuda_stream))
+    capture.record(0, framework.tensor(gpu.ids([1, 2])))
+    assert framework.devices == [0]
+    assert capture.snapshot(1, stream=gpu.stream).array.tolist() == [[[1, 2]]]
+    expected = "stream: expected a CUDA stream for device 'cuda', got none"
+    with pytest.raises(InvalidArgument, match=expected):
+        capture.record(0, Producer(gpu.ids([1, 2])))
+    for call in (capture.begin_step, capture.snapshot):
+        with pytest.raises(InvalidArgument, match=expected):
+            call(1)
+
+
+def test_devices_and_streams_that_do_not_fit_are_refused(gpu: Device) -> None:
+    capture = gpu.capture()
+    capture.begin_step(1, stream=gpu.stream)
+    with pytest.raises(InvalidArgument, match=r"a tensor on cuda:0, got int32 \[1, 2\] on cpu"):
+        capture.record(0, numpy.array([[1, 2]], "int32"), stream=gpu.stream)
+    with pytest.raises(InvalidArgument, match="device: expected cpu, cuda or cuda:N"):
+        gpu.capture(device="gpu")
+    with pytest.raises(fanfold.Unsupported, match="device"):
+        gpu.capture(device="cuda:9")
+    on_cpu = gpu.capture(device="cpu")
+    assert on_cpu.device == "cpu"
+    with pytest.raises(InvalidArgument, match="stream: expected None for CPU tensors"):
+        on_cpu.begin_step(1, stream=gpu.stream)
+    on_cpu.check()
+
+
+def test_the_map_to_logical_ids_may_change(gpu: Device) -> None:
+    capture = gpu.capture(num_layers=1, logical_of_expert=[3, 4])
+    for logical, expected in (([], [0, 1]), ([7, 6, 5], [7, 6])):
+        capture.begin_step(1, stream=gpu.stream)
+        capture.set_logical_of_expert(logical)
+        capture.record(0, gpu.ids([0, 1]), stream=gpu.stream)
+        assert capture.snapshot(1, stream=gpu.stream).array.tolist() == [[expected]]
