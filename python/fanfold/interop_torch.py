@@ -9,6 +9,13 @@ from fanfold import _core
 from fanfold.errors import InvalidArgument, InvalidState
 
 
+def torch_module() -> Any:
+    """The module torch, for code that must not import it when it is imported itself."""
+    import torch
+
+    return torch
+
+
 def from_torch(group: Any = None, *, timeout_s: float = 60.0) -> _core.Communicator:
     """Make a communicator of the ranks of a torch.distributed group.
 

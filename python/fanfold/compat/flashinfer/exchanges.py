@@ -1,0 +1,402 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exchanges behind one workspace: made when a round first needs them, and used again.
+
+An ``AllToAll`` has one type in which results travel, and room for rows of a certain size; a
+FlashInfer workspace takes any. So a workspace keeps exchanges by experts, top-k, type and device,
+each with the room that rounds have needed so far, and foresees for each dispatch what its combine
+will send: what the last one sent, at first what the first payload is. Where that was wrong the
+results go home through another exchange, along the same ids, and the next round is right. All
+ranks' calls agree in what decides this, so all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fanfold import _core
+from fanfold.all_to_all import AllToAll
+from fanfold.compat.flashinfer.ranks import Ranks
+from fanfold.compat.flashinfer.with_torch import torch
+from fanfold.errors import InvalidArgument
+
+TIMEOUT_S = 300.0
+"""How long a rank may be late, as in FlashInfer, where other ranks may be compiling kernels."""
+
+
+@dataclass
+class Dispatch:
+    """What one dispatch is given. R ranks, T tokens of this rank, K = top_k.
+
+    Attributes:
+        topk_ids: ``[T, K]`` global ids.
+        payloads: each ``[T, ...]``.
+        num_experts: E, over all ranks.
+        round_max_tokens: m, equal on all ranks.
+        topk_weights: ``[T, K]`` float32, or None.
+        invalid_expert_id: of rows without a token.
+        active: by rank whether it takes part; None: all do.
+        stats: ``[n]`` int32 for all ranks, or None.
+    """
+
+    topk_ids: Any
+    payloads: Sequence[Any]
+    num_experts: int
+    round_max_tokens: int
+    topk_weights: Any = None
+    invalid_expert_id: int | None = None
+    active: list[bool] | None = None
+    stats: Any = None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What exchanges must have in common to stand in for each other."""
+
+    num_experts: int
+    top_k: int
+    travels: str
+    device: str
+    max_num_tokens: int
+    active: tuple[bool, ...] | None = None  # where the mask belongs to the exchange
+    for_stats: bool = False
+
+
+@dataclass
+class Slot:
+    """One exchange with at most one open round."""
+
+    name: Hashable
+    config: dict[str, Any]
+    exchange: AllToAll
+    is_open: bool = False
+
+    @property
+    def combine_dtype(self) -> str:
+        return str(self.config["dtype"])
+
+    def fits(self, dispatch_row_bytes: int, combine_row_bytes: int) -> bool:
+        return bool(
+            dispatch_row_bytes <= self.config["dispatch_row_bytes"]
+            and combine_row_bytes <= self.config["combine_row_bytes"]
+        )
+
+
+@dataclass
+class OpenRound:
+    """One dispatch and what it received, until ``end``.
+
+    Attributes:
+        payloads: received rows, each ``[R, m, ...]``; those of source r first in ``[r]``.
+        counts: ``[R]`` int32: rows from each rank.
+        stats: ``[R, n]`` int32 of all ranks, zeros for one that is masked out; or None.
+    """
+
+    exchanges: Exchanges
+    slot: Slot
+    received: _core.Received
+    call: Dispatch
+    payloads: list[Any]
+    counts: Any
+    stats: Any = None
+    stats_round: OpenRound | None = None
+    sides: list[OpenRound] = field(default_factory=list)
+    staging: dict[tuple[int, Any], Any] = field(default_factory=dict)
+    has_ended: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.call.topk_ids.shape[0])
+
+    def combine_buffer(self, hidden: int, dtype: Any) -> Any:
+        """``[R, m, hidden]``: where experts write; without a copy where the type was foreseen."""
+        travels, itemsize = _travels_as(dtype)
+        if travels == _name(dtype) and self._takes(self.slot, travels, hidden * itemsize):
+            return self.received.combine_buffer(hidden, dtype)
+        key = (hidden, dtype)
+        if key not in self.staging:
+            ids = self.call.topk_ids
+            shape = (self.exchanges.num_ranks, self.call.round_max_tokens, hidden)
+            self.staging[key] = ids.new_empty(shape, dtype=dtype)
+        return self.staging[key]
+
+    def combine(self, y: Any, out: Any, *, release: bool) -> None:
+        """Add each token's rows ``y [R, m, H]`` into ``out [T, H]``; the round ends if told so."""
+        hidden = int(y.shape[2])
+        travels, itemsize = _travels_as(y.dtype)
+        through = self
+        if not self._takes(self.slot, travels, hidden * itemsize):
+            self.exchanges.foresee(travels, hidden * itemsize)
+            through = self._side(travels, hidden * itemsize)
+        if any(_overlap(y, payload) for payload in self.payloads):
+            # Experts that worked in place: their rows must leave what peers may write to.
+            y = through.combine_buffer(hidden, y.dtype).copy_(y)
+        stream = stream_of(y)
+        if travels == _name(y.dtype):
+            through.received.combine(y, out, release=release and through is self, **stream)
+        else:
+            wide = out.new_empty(out.shape, dtype=_wide_dtype())
+            y = y.to(wide.dtype)
+            through.received.combine(y, wide, release=release and through is self, **stream)
+            out.copy_(wide)
+        self.exchanges.foresee(travels, hidden * itemsize)
+        if release:
+            self.end()
+
+    def end(self) -> None:
+        """End the round here, as every rank does; what is open of it is released."""
+        if self.has_ended:
+            return
+        self.has_ended = True
+        for part in [*self.sides, self, self.stats_round]:
+            if part is not None:
+                if part.received.is_open:
+                    part.received.release()
+                part.slot.is_open = False
+
+    def _takes(self, slot: Slot, travels: str, row_bytes: int) -> bool:
+        return slot.combine_dtype == travels and slot.fits(0, row_bytes)
+
+    def _side(self, travels: str, row_bytes: int) -> OpenRound:
+        """A round along the same ids whose exchange takes such results."""
+        for side in self.sides:
+            if self._takes(side.slot, travels, row_bytes):
+                return side
+        ids = self.call.topk_ids
+        call = Dispatch(
+            topk_ids=ids,
+            payloads=[ids.new_zeros((self.num_tokens, 1), dtype=ids.dtype)],
+            num_experts=self.call.num_experts,
+            round_max_tokens=self.call.round_max_tokens,
+            active=self.call.active,
+        )
+        self.sides.append(self.exchanges.open(call, travels))
+        return self.sides[-1]
+
+
+class Exchanges:
+    """All exchanges of one rank of one workspace.
+
+    Args:
+        ranks: who makes them.
+        max_num_tokens: M, the most tokens of a rank in a round.
+        bytes_per_token: what a workspace has for one token's rows of dispatch and combine.
+        generation: tells these exchanges from earlier ones of the same ranks.
+    """
+
+    def __init__(
+        self, ranks: Ranks, max_num_tokens: int, bytes_per_token: int, generation: int = 0
+    ) -> None:
+        self.rank = ranks.rank
+        self.num_ranks = ranks.num_ranks
+        self.max_num_tokens = max_num_tokens
+        self._ranks = ranks
+        self._bytes_per_token = bytes_per_token
+        self._generation = generation
+        self._slots: dict[Kind, list[Slot]] = {}
+        self._num_made = 0
+        self._combine_bytes: dict[str, int] = {}
+        self._foreseen: str | None = None
+
+    def foresee(self, travels: str, row_bytes: int) -> None:
+        """Expect later combines to send rows of this type and size."""
+        self._foreseen = travels
+        self._combine_bytes[travels] = max(row_bytes, self._combine_bytes.get(travels, 0))
+
+    def prepare(
+        self,
+        device: str,
+        num_experts: int,
+        top_k: int,
+        dispatch_row_bytes: int,
+        combine_row_bytes: int,
+        num_stats: int = 0,
+    ) -> None:
+        """Make the exchanges of rounds to come, of bfloat16 results. Collective."""
+        self._combine_bytes["bfloat16"] = combine_row_bytes
+        self._slot(self._kind(num_experts, top_k, "bfloat16", device), dispatch_row_bytes)
+        if num_stats:
+            self._slot(self._stats_kind(device), 4 * num_stats)
+
+    def open(self, call: Dispatch, travels: str | None = None) -> OpenRound:
+        """Dispatch. Waits for every active rank (on a GPU torch's current stream does).
+
+        Args:
+            call: what to send.
+            travels: the type of the results; None: as foreseen.
+
+        Raises:
+            InvalidArgument: something does not fit, or the ranks' calls differ.
+            PeerTimeout, PeerAborted, PeerLost: as ``AllToAll.dispatch``.
+        """
+        ids = call.topk_ids
+        travels = travels or self._foreseen or _results_of(call.payloads)
+        kind = self._kind(
+            call.num_experts, int(ids.shape[1]), travels, str(ids.device), call.active
+        )
+        slot = self._slot(kind, sum(row_bytes(payload) for payload in call.payloads))
+        opened = self._dispatch(slot, call)
+        if call.stats is not None:
+            self._gather(opened)
+        # The caller may reuse its tensor before the results go home.
+        call.topk_ids = ids.clone()
+        return opened
+
+    def sanitize(self, opened: OpenRound, ids: Any, invalid_expert_id: int) -> None:
+        """Overwrite, in place, the ids of rows without a token in ``ids [R, m, K]``."""
+        opened.slot.exchange.sanitize(
+            ids, opened.counts, invalid_expert_id, out=ids, **stream_of(ids)
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no round is open."""
+        return not any(slot.is_open for slots in self._slots.values() for slot in slots)
+
+    def close(self) -> None:
+        """Give all exchanges up. Collective unless all ranks are of this process."""
+        for slots in self._slots.values():
+            for slot in slots:
+                self._ranks.drop(slot.name, slot.exchange)
+        self._slots.clear()
+
+    def _kind(
+        self,
+        num_experts: int,
+        top_k: int,
+        travels: str,
+        device: str,
+        active: list[bool] | None = None,
+        *,
+        for_stats: bool = False,
+    ) -> Kind:
+        fixed = tuple(active) if active and self._ranks.has_fixed_masks else None
+        rows = 1 if for_stats else self.max_num_tokens
+        return Kind(num_experts, top_k, travels, device, rows, fixed, for_stats)
+
+    def _stats_kind(self, device: str, active: list[bool] | None = None) -> Kind:
+        ranks = self.num_ranks
+        return self._kind(ranks, ranks, "float32", device, active, for_stats=True)
+
+    def _dispatch(self, slot: Slot, call: Dispatch) -> OpenRound:
+        active = call.active or [True] * self.num_ranks
+        if slot.exchange.active_mask != active:
+            slot.exchange.set_active_mask(active)
+        received = slot.exchange.dispatch(
+            call.topk_ids,
+            list(call.payloads),
+            topk_weights=call.topk_weights,
+            round_max_tokens=call.round_max_tokens,
+            invalid_expert_id=call.invalid_expert_id,
+            **stream_of(call.topk_ids),
+        )
+        slot.is_open = True
+        return OpenRound(self, slot, received, call, list(received.payloads), received.rank_counts)
+
+    def _gather(self, opened: OpenRound) -> None:
+        """Every rank's statistics: one token for all ranks, each the host of one expert."""
+        call = opened.call
+        stats, num_ranks = call.stats, self.num_ranks
+        whole = Dispatch(
+            topk_ids=stats.new_tensor(list(range(num_ranks))).view(1, -1),
+            payloads=[stats.view(1, -1)],
+            num_experts=num_ranks,
+            round_max_tokens=1,
+            active=call.active,
+        )
+        kind = self._stats_kind(str(stats.device), call.active)
+        slot = self._slot(kind, row_bytes(whole.payloads[0]))
+        opened.stats_round = self._dispatch(slot, whole)
+        opened.stats = opened.stats_round.payloads[0].view(num_ranks, -1)
+        for rank, is_active in enumerate(call.active or []):
+            if not is_active:
+                opened.stats[rank].zero_()
+
+    def _slot(self, kind: Kind, dispatch_row_bytes: int) -> Slot:
+        """An exchange of this kind without an open round, and with room."""
+        results = 0 if kind.for_stats else self._combine_bytes.get(kind.travels, 0)
+        combine_row_bytes = max(16, results)
+        slots = self._slots.setdefault(kind, [])
+        for index, slot in enumerate(slots):
+            if slot.is_open:
+                continue
+            if slot.fits(dispatch_row_bytes, combine_row_bytes):
+                return slot
+            # It grows: every rank is at this call, so nobody uses it.
+            dispatch_row_bytes = max(dispatch_row_bytes, slot.config["dispatch_row_bytes"])
+            combine_row_bytes = max(combine_row_bytes, slot.config["combine_row_bytes"])
+            del slots[index]
+            self._ranks.drop(slot.name, slot.exchange)
+            break
+        else:
+            if not kind.for_stats:
+                spare = self._bytes_per_token - dispatch_row_bytes
+                combine_row_bytes = max(combine_row_bytes, spare // 16 * 16)
+        config = {
+            "num_experts": kind.num_experts,
+            "top_k": kind.top_k,
+            "max_tokens_per_rank": kind.max_num_tokens,
+            "hidden": 1,
+            "dtype": kind.travels,
+            "dispatch_row_bytes": max(dispatch_row_bytes, 1),
+            "combine_row_bytes": combine_row_bytes,
+            "strategy": "one_sided",
+            "layout": "rank_major",
+            "timeout_s": TIMEOUT_S,
+            "device": kind.device,
+        }
+        name = (self._generation, self._num_made)
+        self._num_made += 1
+        made = Slot(name, config, self._ranks.make(name, config, kind.active))
+        slots.append(made)
+        return made
+
+
+def row_bytes(tensor: Any) -> int:
+    """Bytes of one token's row of a tensor."""
+    return int(math.prod(tensor.shape[1:]) * tensor.element_size())
+
+
+def _overlap(one: Any, other: Any) -> bool:
+    begin, start = one.data_ptr(), other.data_ptr()
+    return bool(
+        begin < start + other.numel() * other.element_size()
+        and start < begin + one.numel() * one.element_size()
+    )
+
+
+def stream_of(tensor: Any) -> dict[str, Any]:
+    """The stream argument of a call: torch's current one where the tensor lies on a GPU."""
+    if tensor.device.type == "cpu":
+        return {}
+    return {"stream": torch().cuda.current_stream(tensor.device).cuda_stream}
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _wide_dtype() -> Any:
+    return torch().float32
+
+
+def _travels_as(dtype: Any) -> tuple[str, int]:
+    """In which type results of ``dtype`` travel, and its bytes: FP8 as what holds its sums."""
+    name = _name(dtype)
+    if name in ("float32", "float16", "bfloat16"):
+        return name, int(dtype.itemsize)
+    if name == "float8_e4m3fn":
+        return "float32", 4
+    raise CombineDtype(f"payload: expected float32, float16, bfloat16 or float8_e4m3fn, got {name}")
+
+
+class CombineDtype(InvalidArgument, TypeError):
+    """Results of a type that cannot be added. State: unchanged."""
+
+
+def _results_of(payloads: Sequence[Any]) -> str:
+    """What the experts' results are at first expected to be: what they are fed, or bfloat16."""
+    name = _name(payloads[0].dtype) if payloads else ""
+    return name if name in ("float32", "float16", "bfloat16") else "bfloat16"
