@@ -13,6 +13,7 @@ import torch
 import fanfold
 from fanfold.compat import vllm
 from fanfold.compat.vllm.manager_base import All2AllManager
+from fanfold.testing import spawn_threads
 
 HIDDEN = 16
 UNQUANTISED = SimpleNamespace(quant_dtype=None, block_shape=None, per_act_token_quant=False)
@@ -24,6 +25,10 @@ class TopKWeightAndReduceDelegate:
 
 class TopKWeightAndReduceNoOP:
     """Another one, which must not be asked for anything."""
+
+
+DELEGATE = TopKWeightAndReduceDelegate()
+FP8_BLOCKS = SimpleNamespace(quant_dtype=torch.float8_e4m3fn, block_shape=[128, 128])
 
 
 class DPMetadata:
@@ -216,9 +221,7 @@ def two_sided(comm: fanfold.Communicator, batch: Batch, **more: Any) -> Any:
 
 def _gathering(cls: type, comm: fanfold.Communicator, batch: Batch, more: dict[str, Any]) -> Any:
     own = manager(cls, comm, batch)
-    return vllm.MoEPrepareAndFinalizeNaiveDPEPModular(
-        False, comm.num_ranks, manager=own, **more
-    )
+    return vllm.MoEPrepareAndFinalizeNaiveDPEPModular(False, comm.num_ranks, manager=own, **more)
 
 
 def gather_scatter(comm: fanfold.Communicator, batch: Batch, **more: Any) -> Any:
@@ -290,6 +293,25 @@ def layer_output(
     for tensor, before in zip(after, given, strict=True):
         assert torch.equal(tensor, before), "an input was written to"
     return output
+
+
+def each_rank(num_ranks: int, batch: Batch, make: Any, body: Any, **made: Any) -> list[Any]:
+    """Run ``body(layer, comm)`` on every rank."""
+
+    def rank(comm: fanfold.Communicator) -> Any:
+        layer = make(comm, batch, **made)
+        result = body(layer, comm)
+        manager_of(layer).destroy()
+        return result
+
+    return spawn_threads(num_ranks, rank)
+
+
+def prepare(layer: Any, batch: Batch, rank: int, config: Any = UNQUANTISED, **more: Any) -> Any:
+    x, weights, ids = batch.of(rank)
+    return layer.prepare(
+        x, weights, ids, batch.num_experts, None, more.pop("on_input", False), config, **more
+    )
 
 
 # --- What ranks that are processes run ----------------------------------------------------------

@@ -191,10 +191,9 @@ class FlashInferNVLinkOneSidedManager(All2AllManager):
         return self.exchange(kwargs) if kwargs else self
 
     def cleanup(self) -> None:
-        """Give all exchanges back, and forget what layers need. Collective."""
+        """Give all exchanges back; the next round makes its own, of the same sizes. Collective."""
         super().cleanup()
         self.initialized = False
-        self.max_num_tokens = self.hidden_size = self.extra_payload_bytes_per_token = 0
 
 
 class FlashInferNVLinkTwoSidedManager(All2AllManager):

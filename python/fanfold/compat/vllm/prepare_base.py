@@ -199,7 +199,8 @@ class ExchangingClass(PrepareAndFinalize):
                 says so).
 
         Stream:
-            On a GPU everything is enqueued on torch's current stream; nothing waits on the host.
+            On a GPU everything is enqueued on torch's current stream. The host waits only where an
+            exchange is made, in a first round or one that is larger: not in a graph capture.
         """
         rows = self._rows(
             a1,
