@@ -183,6 +183,7 @@ def test_the_one_sided_manager_grows_to_the_union_of_its_layers() -> None:
             )
             for batch in (small, large)
         ]
+        own.initialize(1, 2, 6, 8)  # a smaller one takes nothing away
         for batch, layer in [(small, layers[0]), (large, layers[1])] * 2:
             own._forward_context = batch.context
             output = layer_output(layer, batch, comm.rank, 2)
@@ -194,6 +195,27 @@ def test_the_one_sided_manager_grows_to_the_union_of_its_layers() -> None:
                 own.initialize(4, top_k, num_experts, 16)
         own.cleanup()
         own.initialize(4, 3, 8, 16)
+        own.destroy()
+
+    spawn_threads(2, rank)
+
+
+def test_each_size_grows_by_itself() -> None:
+    def rank(comm: fanfold.Communicator) -> None:
+        wide, many = Batch([1, 2], hidden=64), Batch([30, 3], seed=1)
+        own = manager(vllm.FlashInferNVLinkTwoSidedManager, comm, wide)
+        layer = vllm.FlashInferNVLinkTwoSidedPrepareAndFinalize(2, manager=own)
+        made = []
+        for batch in (wide, many, wide, many):
+            own._forward_context = batch.context
+            output = layer_output(layer, batch, comm.rank, 2)
+            assert torch.equal(output, batch.dense(comm.rank))
+            made += own._exchanges.all
+        first, *others = made
+        assert first.is_closed
+        assert all(exchange is others[0] for exchange in others)
+        assert others[0].config["max_tokens_per_rank"] == 32
+        assert others[0].config["combine_row_bytes"] == 4 * 64
         own.destroy()
 
     spawn_threads(2, rank)

@@ -102,6 +102,16 @@ def test_weights_on_the_input_of_one_expert(name: str) -> None:
 def test_experts_that_leave_weights_and_sums_to_the_class(name: str) -> None:
     batches = [Batch([3, 2], top_k=3)]
     check(batches, steps_of(name, batches, called={"per_expert": True}))
+    batches = [Batch([3, 2], top_k=1)]
+    called = {"per_expert": True, "on_input": True}
+    check(batches, steps_of(name, batches, called=called), on_input=True)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_weights_of_another_type(name: str) -> None:
+    batches = [Batch([3, 2])]
+    batches[0].weights = batches[0].weights.to(torch.bfloat16)
+    check(batches, steps_of(name, batches))
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -167,6 +167,8 @@ def test_experts_may_write_where_nothing_is_copied(name: str) -> None:
         buffer = layer.allocate_fused_expert_output(shape, *arguments)
         assert buffer.shape == shape
         assert buffer.is_contiguous()
+        again = layer.allocate_fused_expert_output(shape, *arguments)
+        assert again.data_ptr() == buffer.data_ptr()
         local = local_experts(6, comm.rank, 2)
         if tokens is not None and new_ids is None:
             batch.by_expert(rows, tokens.expert_num_tokens, local, into=buffer)

@@ -278,7 +278,9 @@ def layer_output(
     )
     del scales
     ids = ids if new_ids is None else new_ids
-    weights = weights if new_weights is None else new_weights
+    if new_weights is not None:
+        assert new_weights.dtype is weights.dtype
+        weights = new_weights
     if layer.activation_format.name == "BatchedExperts":
         results = batch.by_expert(rows, tokens.expert_num_tokens, local)
     elif per_expert:

@@ -20,14 +20,12 @@ if TYPE_CHECKING:
         FlashInferNVLinkTwoSidedManager,
     )
     from fanfold.compat.vllm.gather_managers import AgRsAll2AllManager, NaiveAll2AllManager
-    from fanfold.compat.vllm.prepare_batched import (
-        AllToAllBatchedPrepareAndFinalize,
-        DeepEPLLPrepareAndFinalize,
-    )
+    from fanfold.compat.vllm.prepare_batched import AllToAllBatchedPrepareAndFinalize
     from fanfold.compat.vllm.prepare_gather import (
         MoEPrepareAndFinalizeNaiveDPEPModular,
         MoEPrepareAndFinalizeNaiveDPEPMonolithic,
     )
+    from fanfold.compat.vllm.prepare_low_latency import DeepEPLLPrepareAndFinalize
     from fanfold.compat.vllm.prepare_standard import (
         DeepEPHTPrepareAndFinalize,
         FlashInferNVLinkOneSidedPrepareAndFinalize,
@@ -43,7 +41,7 @@ _MODULE_OF = {
     "DeepEPHTAll2AllManager": "exchange_managers",
     "DeepEPHTPrepareAndFinalize": "prepare_standard",
     "DeepEPLLAll2AllManager": "exchange_managers",
-    "DeepEPLLPrepareAndFinalize": "prepare_batched",
+    "DeepEPLLPrepareAndFinalize": "prepare_low_latency",
     "FlashInferNVLinkOneSidedManager": "exchange_managers",
     "FlashInferNVLinkOneSidedPrepareAndFinalize": "prepare_standard",
     "FlashInferNVLinkTwoSidedManager": "exchange_managers",

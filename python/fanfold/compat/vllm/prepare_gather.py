@@ -6,13 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from fanfold.compat.vllm import vllm_values
-from fanfold.compat.vllm.prepare_base import (
-    PrepareAndFinalize,
-    Quantize,
-    check_one_expert,
-    quantised,
-    reduced,
-)
+from fanfold.compat.vllm.prepare_base import PrepareAndFinalize
+from fanfold.compat.vllm.prepare_rules import Quantize, check_one_expert, quantised, reduced
 from fanfold.errors import InvalidState
 
 

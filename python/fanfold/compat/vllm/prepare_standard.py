@@ -17,7 +17,8 @@ from fanfold.compat.vllm.exchange_managers import (
 )
 from fanfold.compat.vllm.gather_managers import rounded_up
 from fanfold.compat.vllm.manager_base import All2AllManager
-from fanfold.compat.vllm.prepare_base import ExchangingClass, OpenRound, Quantize, Rows
+from fanfold.compat.vllm.prepare_base import ExchangingClass, OpenRound, Rows
+from fanfold.compat.vllm.prepare_rules import Quantize
 from fanfold.errors import InvalidArgument, InvalidState
 
 
