@@ -291,6 +291,39 @@ def test_groups_of_vllm_are_found_where_it_runs(monkeypatch: pytest.MonkeyPatch)
     own.destroy()
 
 
+def test_the_config_of_vllm_is_heard_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = types.ModuleType("vllm.config")
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=96),
+        parallel_config=SimpleNamespace(enable_fault_tolerance=False),
+    )
+    module.get_current_vllm_config_or_none = lambda: config
+    comm = fanfold.Communicator.threads(1)[0]
+    assert vllm.DeepEPLLAll2AllManager(comm).max_tokens_per_rank == 8192
+    monkeypatch.setitem(sys.modules, "vllm.config", module)
+    own = vllm.DeepEPLLAll2AllManager(comm)
+    assert own.max_tokens_per_rank == 96
+    assert own.support_fault_tolerance is False
+    assert own.query_active_mask().tolist() == [0]
+    assert vllm.DeepEPHTAll2AllManager(comm, max_tokens_per_rank=7).max_tokens_per_rank == 7
+
+
+def test_the_forward_context_of_vllm_is_heard_where_it_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module: Any = types.ModuleType("vllm.forward_context")
+    own = vllm.AgRsAll2AllManager(fanfold.Communicator.threads(1)[0])
+    assert own.local_sizes() is None
+    is_running = [False]
+    module.is_forward_context_available = lambda: is_running[0]
+    module.get_forward_context = Batch([5]).context
+    monkeypatch.setitem(sys.modules, "vllm.forward_context", module)
+    assert own.local_sizes() is None
+    is_running[0] = True
+    assert own.local_sizes() == [5]
+    own.destroy()
+
+
 def test_without_vllm_a_manager_must_be_given() -> None:
     with pytest.raises(fanfold.InvalidState, match="manager: expected"):
         vllm.FlashInferNVLinkTwoSidedPrepareAndFinalize()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fanfold.all_to_all import AllToAll
+from fanfold.compat.vllm import vllm_values
 from fanfold.compat.vllm.manager_base import All2AllManager
 from fanfold.errors import InvalidArgument
 
@@ -91,7 +92,12 @@ class DeepEPLLAll2AllManager(DeepEPManager):
     """
 
     strategy = "low_latency"
-    support_fault_tolerance = True
+    _has_masks = True
+
+    def _set_up(self) -> None:
+        super()._set_up()
+        # As vLLM's config asks; without one, nobody says that it shall not.
+        self.support_fault_tolerance = vllm_values.enable_fault_tolerance() is not False
 
     def config_of(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """vLLM's arguments as those of ``fanfold.AllToAll``.
@@ -140,7 +146,7 @@ class FlashInferNVLinkOneSidedManager(All2AllManager):
     """
 
     strategy = "one_sided"
-    support_fault_tolerance = True
+    _has_masks = True
 
     def _set_up(self) -> None:
         self.initialized = False

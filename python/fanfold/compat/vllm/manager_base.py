@@ -48,13 +48,15 @@ class All2AllManager:
         rank, world_size: in ``cpu_group``.
         dp_rank, dp_world_size: in ``dp_group``.
         internode: False: groups are of one machine in this version.
-        support_fault_tolerance: whether ranks can be masked out.
+        support_fault_tolerance: whether vLLM shall watch the mask.
         device: where tensors lie in this manager's own tensors, such as the mask.
     """
 
     strategy = ""
     # Whether tokens are gathered over the second communicator.
     _gathers = False
+    # Whether the strategy can leave ranks out.
+    _has_masks = False
     support_fault_tolerance = False
 
     def __init__(
@@ -219,7 +221,7 @@ class All2AllManager:
         yield
 
     def _needs_masks(self, method: str) -> None:
-        if not self.support_fault_tolerance:
+        if not self._has_masks:
             raise NotImplementedError(
                 f"{type(self).__name__}.{method}: strategy {self.strategy} has no rank mask"
             )

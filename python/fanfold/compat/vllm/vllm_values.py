@@ -112,11 +112,21 @@ def current_ubatch() -> int:
     return 0 if current is None else int(current())
 
 
+def _current_config() -> Any:
+    get = loaded("vllm.config", "get_current_vllm_config_or_none")
+    return None if get is None else get()
+
+
 def max_num_batched_tokens() -> int | None:
     """The most tokens of a step by vLLM's config, where there is one."""
-    get = loaded("vllm.config", "get_current_vllm_config_or_none")
-    config = None if get is None else get()
+    config = _current_config()
     return None if config is None else int(config.scheduler_config.max_num_batched_tokens)
+
+
+def enable_fault_tolerance() -> bool | None:
+    """Whether vLLM's config, where there is one, asks for faults to be watched."""
+    config = _current_config()
+    return None if config is None else bool(config.parallel_config.enable_fault_tolerance)
 
 
 def group_of(kind: str) -> Any:
