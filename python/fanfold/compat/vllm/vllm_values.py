@@ -90,3 +90,59 @@ def tp_all_gather(topk_ids: Any) -> Any:
     """The ids of all tensor-parallel ranks, by vLLM's group of them."""
     group = _from_vllm("vllm.distributed.parallel_state", "get_tp_group", "tp_all_gather")
     return group().all_gather(topk_ids, dim=0)
+
+
+def loaded(module: str, name: str) -> Any:
+    """What a module of vLLM has under a name, where that module is loaded already; else None."""
+    return getattr(sys.modules.get(module), name, None)
+
+
+def context_if_any() -> Any:
+    """vLLM's forward context of the running step; None where vLLM does not run one."""
+    available = loaded("vllm.forward_context", "is_forward_context_available")
+    if available is not None and not available():
+        return None
+    get = loaded("vllm.forward_context", "get_forward_context")
+    return None if get is None else get()
+
+
+def current_ubatch() -> int:
+    """The number of the running micro-batch; 0 where vLLM runs none."""
+    current = loaded(_UBATCHING, "dbo_current_ubatch_id")
+    return 0 if current is None else int(current())
+
+
+def _current_config() -> Any:
+    get = loaded("vllm.config", "get_current_vllm_config_or_none")
+    return None if get is None else get()
+
+
+def max_num_batched_tokens() -> int | None:
+    """The most tokens of a step by vLLM's config, where there is one."""
+    config = _current_config()
+    return None if config is None else int(config.scheduler_config.max_num_batched_tokens)
+
+
+def enable_fault_tolerance() -> bool | None:
+    """Whether vLLM's config, where there is one, asks for faults to be watched."""
+    config = _current_config()
+    return None if config is None else bool(config.parallel_config.enable_fault_tolerance)
+
+
+def group_of(kind: str) -> Any:
+    """vLLM's group of that kind ("ep", "dp", "tp", "pcp"); None where vLLM has made none."""
+    get = loaded("vllm.distributed.parallel_state", f"get_{kind}_group")
+    if get is None:
+        return None
+    try:
+        return get()
+    except AssertionError:  # vLLM's word for a group that is not made
+        return None
+
+
+def local_sizes(context: Any) -> list[int] | None:
+    """Rows of each rank of the group in this step, by rank; None without DP metadata."""
+    metadata = getattr(context, "dp_metadata", None)
+    if metadata is None:
+        return None
+    return [int(size) for size in metadata.get_chunk_sizes_across_dp_rank()]
