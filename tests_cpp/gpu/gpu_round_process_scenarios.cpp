@@ -182,7 +182,8 @@ void make_rounds(const RankArguments& arguments) {
 
 // --- A rank is late, aborts or differs --------------------------------------------------------
 
-/// The test stops rank 1 in its dispatch for a while, then for longer than the others wait.
+/// The test stops rank 1 in its dispatch for a while, makes it stay away for longer than the others
+/// wait, and stops it in a dispatch once more while the others reset.
 void meet_a_late_rank(const RankArguments& arguments) {
   on_gpu(arguments, [&](Communicator& communicator) {
     AllToAll all_to_all(communicator, config_of());
@@ -198,6 +199,13 @@ void meet_a_late_rank(const RankArguments& arguments) {
       const Received received = all_to_all.dispatch(round.inputs);
       say(expect_error<PeerTimeout>({}, [&] { (void)received.host_counts(); }));
       (void)listen();
+    }
+    all_to_all.reset();
+    say("reset");
+    (void)listen();
+    if (communicator.rank() == 1) {
+      RoundRun round = make_run(all_to_all, 4);
+      expect_error<PeerAborted>({"called reset"}, [&] { round.dispatch(); });
     }
     recover(communicator, all_to_all);
   });
@@ -274,8 +282,8 @@ void differ_in_a_call(const RankArguments& arguments) {
 // --- A rank ends ------------------------------------------------------------------------------
 
 /// "1 dispatch check": rank 1 is killed before its dispatch, its combine, or in the kernel of its
-/// dispatch. The others look for it while their kernels wait, or only when these have ended, or not
-/// at all: then destructors do.
+/// dispatch. The others look for it while their kernels wait, or only when these have ended, or
+/// just close or destroy the AllToAll.
 void lose_a_rank(const RankArguments& arguments) {
   std::istringstream words(arguments.extra);
   int victim = 0;
@@ -316,10 +324,11 @@ void lose_a_rank(const RankArguments& arguments) {
       all_to_all->combine(combine, round.handle());
       let_run();
     }
-    if (way == "destroy") {
-      (void)listen();
+    const std::string order = listen();
+    if (way == "destroy" || way == "close") {
+      if (way == "close") all_to_all->close();
       all_to_all.reset();
-      say("destroyed");
+      say("ended");
       return;
     }
     const auto check = [&] {
@@ -343,6 +352,8 @@ void lose_a_rank(const RankArguments& arguments) {
       expect_error<PeerLost>({told}, [&] { (void)all_to_all->dispatch(round.inputs); });
     }
     expect_error<PeerLost>({told}, [&] { all_to_all->check(); });
+    if (order != "last") return;  // `close` would wait for the last one
+    expect_error<PeerLost>({"reset: ", "is gone"}, [&] { all_to_all->reset(); });
     all_to_all->close();
     communicator.close();
   });
@@ -358,16 +369,22 @@ void die_at_a_call(const RankArguments& arguments) {
     if (communicator.rank() == victim) cudasim::die_at_call(call);
     bool is_made = false;
     try {
-      AllToAllConfig config = config_of();
-      AllToAll all_to_all(communicator, config);
+      AllToAll all_to_all(communicator, config_of());
       is_made = true;
-      RoundRun round = make_run(all_to_all, 2);
-      round.inputs.timeout = 700ms;
-      round.dispatch();
-      CombineInputs combine = round.prepare_combine();
-      combine.timeout = 700ms;
-      all_to_all.combine(combine, round.handle());
-      round.synchronize();
+      RoundRun round = make_run(all_to_all, 4);
+      // Lets the kernels run, and looks whether they still have whom to wait for.
+      const auto wait = [&] {
+        while (cudaStreamQuery(static_cast<cudaStream_t>(round.stream())) == cudaErrorNotReady) {
+          all_to_all.check();
+        }
+        all_to_all.check();
+      };
+      round.dispatch_send();
+      (void)all_to_all.dispatch_recv(round.handle());
+      wait();
+      all_to_all.combine(round.prepare_combine(), round.handle());
+      wait();
+      communicator.barrier();  // `check` tells of peers that have left, too
       say("through");
       all_to_all.close();
     } catch (const PeerLost& error) {

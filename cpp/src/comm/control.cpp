@@ -206,6 +206,16 @@ void Control::throw_if_lost(const WaitFor& target) const {
   if (lost.rank >= 0) throw_lost(target, lost);
 }
 
+bool Control::has_peer_died() const {
+  for (int rank = 0; rank < group_.num_ranks(); ++rank) {
+    if (rank == group_.rank() || !is_active(rank)) continue;
+    // Looked at first: who leaves in good order leaves this object before the group.
+    const bool is_gone = !group_.lost_reason(rank).empty();
+    if (is_gone && words(rank).left.load(std::memory_order_acquire) == 0) return true;
+  }
+  return false;
+}
+
 void Control::throw_late(const WaitFor& target, std::chrono::nanoseconds timeout) const {
   throw_if_lost(target);
   throw_timeout(target, base::Deadline(timeout));

@@ -92,6 +92,9 @@ class Control {
   void throw_if_aborted(const WaitFor& target) const;
   /// @throws PeerLost  a peer (active, not this rank) has left or ended.
   void throw_if_lost(const WaitFor& target) const;
+  /// Whether an active peer ended or left the group without `mark_left`. It may owe flags, while
+  /// one that has left this object owes none.
+  bool has_peer_died() const;
   /// Who waits otherwise, such as a kernel: `target` did not come within `timeout`.
   /// @throws PeerLost     since it, or if not it another peer, has left or ended.
   /// @throws PeerTimeout  else.
