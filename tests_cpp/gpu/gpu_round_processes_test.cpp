@@ -205,7 +205,7 @@ TEST_P(GpuLostRankTest, IsNamedAndNothingHangsOrIsLeft) {
 
 INSTANTIATE_TEST_SUITE_P(
     Cases, GpuLostRankTest,
-    ::testing::Values(LossCase(2, "dispatch", "check"), LossCase(0, "dispatch", "late"),
+    ::testing::Values(LossCase(1, "dispatch", "check"), LossCase(0, "dispatch", "late"),
                       LossCase(2, "dispatch", "destroy"), LossCase(0, "combine", "check"),
                       LossCase(2, "combine", "late"), LossCase(1, "combine", "destroy"),
                       LossCase(0, "combine", "close"), LossCase(1, "dispatch", "close"),

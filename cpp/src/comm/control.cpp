@@ -201,19 +201,26 @@ Control::Lost Control::find_lost(int first) const {
   return {};
 }
 
-void Control::throw_if_lost(const WaitFor& target) const {
-  const Lost lost = find_lost(target.rank);
-  if (lost.rank >= 0) throw_lost(target, lost);
-}
-
-bool Control::has_peer_died() const {
-  for (int rank = 0; rank < group_.num_ranks(); ++rank) {
+/// As `find_lost`, only of those who did not leave this object.
+Control::Lost Control::find_dead(int first) const {
+  for (int i = 0; i < group_.num_ranks(); ++i) {
+    const int rank = (first + i) % group_.num_ranks();
     if (rank == group_.rank() || !is_active(rank)) continue;
     // Looked at first: who leaves in good order leaves this object before the group.
-    const bool is_gone = !group_.lost_reason(rank).empty();
-    if (is_gone && words(rank).left.load(std::memory_order_acquire) == 0) return true;
+    std::string reason = group_.lost_reason(rank);
+    const bool has_left = words(rank).left.load(std::memory_order_acquire) != 0;
+    if (!reason.empty() && !has_left) return {rank, std::move(reason)};
   }
-  return false;
+  return {};
+}
+
+bool Control::has_peer_died() const { return find_dead(group_.rank()).rank >= 0; }
+
+void Control::throw_if_lost(const WaitFor& target) const {
+  const Lost dead = find_dead(target.rank);
+  if (dead.rank >= 0) throw_lost(target, dead);
+  const Lost lost = find_lost(target.rank);
+  if (lost.rank >= 0) throw_lost(target, lost);
 }
 
 void Control::throw_late(const WaitFor& target, std::chrono::nanoseconds timeout) const {
