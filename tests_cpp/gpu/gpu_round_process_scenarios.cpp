@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <sstream>
@@ -61,7 +62,9 @@ void expect_equal_stats(const cudasim::Stats& now, const cudasim::Stats& before)
 
 /// Calls `body` on a rank with a device of its own. At the end nothing is left of it, on the device
 /// or otherwise, and neither a comparison nor the device has found a fault.
-void on_gpu(const RankArguments& arguments, const std::function<void(Communicator&)>& body) {
+/// `num_unpinned`: registrations that the body makes fail.
+void on_gpu(const RankArguments& arguments, const std::function<void(Communicator&)>& body,
+            int num_unpinned = 0) {
   cudasim::Config config;
   config.multiprocess = true;
   config.host_threads = 2;
@@ -78,6 +81,9 @@ void on_gpu(const RankArguments& arguments, const std::function<void(Communicato
   }
   expect_equal_stats(cudasim::stats(), before);
   expect(testing::num_open_descriptors() == num_descriptors, "descriptors are left");
+  std::map<std::string, int> calls = cudasim::calls();
+  expect(calls["cuMemHostRegister"] == calls["cuMemHostUnregister"] + num_unpinned,
+         "memory is left page-locked");
   for (const cudasim::Report& report : cudasim::reports()) {
     throw std::runtime_error(report.kind + ": " + report.text);
   }
@@ -172,6 +178,7 @@ void make_rounds(const RankArguments& arguments) {
   on_gpu(arguments, [&](Communicator& communicator) {
     Allocator allocator = allocator_of(communicator, kind);
     AllToAll all_to_all(communicator, config_of(layout), &allocator);
+    expect(cudasim::calls()["cuMemHostRegister"] == 1, "the control area is not page-locked");
     run_all_ways(all_to_all);
     replay_a_graph(all_to_all);
     run_round(all_to_all, 9);
@@ -353,7 +360,7 @@ void lose_a_rank(const RankArguments& arguments) {
     }
     expect_error<PeerLost>({told}, [&] { all_to_all->check(); });
     if (order != "last") return;  // `close` would wait for the last one
-    expect_error<PeerLost>({"reset: ", "is gone"}, [&] { all_to_all->reset(); });
+    expect_error<PeerLost>({str("reset: rank ", victim, " is gone")}, [&] { all_to_all->reset(); });
     all_to_all->close();
     communicator.close();
   });
@@ -402,28 +409,31 @@ void fail_to_create(const RankArguments& arguments) {
   std::string call;
   int error = 0;
   int nth = 0;
-  on_gpu(arguments, [&](Communicator& communicator) {
-    while (words >> call >> error >> nth) {
-      Allocator allocator = allocator_of(communicator, "fabric");
-      const cudasim::Stats before = cudasim::stats();
-      const int num_descriptors = testing::num_open_descriptors();
-      if (communicator.rank() == 1) cudasim::fail_call(call.c_str(), error, nth);
-      try {
-        const AllToAll all_to_all(communicator, config_of(), &allocator);
-        say("created");
-      } catch (const std::exception& failure) {
-        say(failure.what());
-      }
-      cudasim::clear_faults();
-      allocator.trim();
-      expect_equal_stats(cudasim::stats(), before);
-      expect(testing::num_open_descriptors() == num_descriptors, call + " left descriptors");
-    }
-    AllToAll all_to_all(communicator, config_of());
-    run_round(all_to_all, 1);
-    all_to_all.close();
-    communicator.close();
-  });
+  on_gpu(
+      arguments,
+      [&](Communicator& communicator) {
+        while (words >> call >> error >> nth) {
+          Allocator allocator = allocator_of(communicator, "fabric");
+          const cudasim::Stats before = cudasim::stats();
+          const int num_descriptors = testing::num_open_descriptors();
+          if (communicator.rank() == 1) cudasim::fail_call(call.c_str(), error, nth);
+          try {
+            const AllToAll all_to_all(communicator, config_of(), &allocator);
+            say("created");
+          } catch (const std::exception& failure) {
+            say(failure.what());
+          }
+          cudasim::clear_faults();
+          allocator.trim();
+          expect_equal_stats(cudasim::stats(), before);
+          expect(testing::num_open_descriptors() == num_descriptors, call + " left descriptors");
+        }
+        AllToAll all_to_all(communicator, config_of());
+        run_round(all_to_all, 1);
+        all_to_all.close();
+        communicator.close();
+      },
+      arguments.rank == 1 ? 1 : 0);
 }
 
 /// A launch is refused on rank 1, which then aborts.
