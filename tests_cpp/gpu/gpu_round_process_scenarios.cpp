@@ -244,6 +244,22 @@ void abort_a_round(const RankArguments& arguments) {
   });
 }
 
+/// Kernels of all ranks wait: those of rank 1 for the next dispatch, rank 0's for a combine.
+void reset_while_all_wait(const RankArguments& arguments) {
+  on_gpu(arguments, [&](Communicator& communicator) {
+    AllToAll all_to_all(communicator, config_of());
+    RoundRun round = make_run(all_to_all, 1);
+    round.dispatch();
+    RoundRun next = make_run(all_to_all, 2);
+    if (communicator.rank() == 0) {
+      all_to_all.combine(round.prepare_combine(), round.handle());
+    } else {
+      (void)all_to_all.dispatch(next.inputs);
+    }
+    recover(communicator, all_to_all);
+  });
+}
+
 /// A round in which rank 1 calls otherwise: what this rank is told.
 std::string told_of_difference(AllToAll& all_to_all, const std::string& difference) {
   run_round(all_to_all, 1);
@@ -464,10 +480,11 @@ void fail_to_launch(const RankArguments& arguments) {
 namespace testing {
 
 std::vector<Scenario> scenarios() {
-  return {{"make_rounds", &make_rounds},       {"meet_a_late_rank", &meet_a_late_rank},
-          {"abort_a_round", &abort_a_round},   {"differ_in_a_call", &differ_in_a_call},
-          {"lose_a_rank", &lose_a_rank},       {"die_at_a_call", &die_at_a_call},
-          {"fail_to_create", &fail_to_create}, {"fail_to_launch", &fail_to_launch}};
+  return {{"make_rounds", &make_rounds},           {"meet_a_late_rank", &meet_a_late_rank},
+          {"abort_a_round", &abort_a_round},       {"reset_while_all_wait", &reset_while_all_wait},
+          {"differ_in_a_call", &differ_in_a_call}, {"lose_a_rank", &lose_a_rank},
+          {"die_at_a_call", &die_at_a_call},       {"fail_to_create", &fail_to_create},
+          {"fail_to_launch", &fail_to_launch}};
 }
 
 }  // namespace testing

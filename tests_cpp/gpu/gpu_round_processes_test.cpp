@@ -142,6 +142,11 @@ TEST(GpuRoundProcessesTest, AnAbortEndsTheKernelsOfTheOthers) {
   ranks.expect_done();
 }
 
+TEST(GpuRoundProcessesTest, AResetEndsTheKernelsOfRanksThatAllWait) {
+  Ranks ranks("reset_while_all_wait", 2);
+  ranks.expect_done();
+}
+
 TEST(GpuRoundProcessesTest, CallsThatDifferAreToldOnAllRanksInTheWordsOfTheCpu) {
   Ranks ranks("differ_in_a_call", 2, "m payloads weights hidden release");
   const std::vector<std::string> parts = {
