@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Rounds on GPUs between processes (see gpu_round_process_scenarios.cpp): that they give what they
-// should, and what the others see of a rank that is late, differs, aborts, fails or is killed.
+// Rounds on GPUs between processes (see gpu_round_process_scenarios.cpp and
+// gpu_loss_scenarios.cpp): that they give what they should, and what the others see of a rank that
+// is late, differs, aborts, fails or is killed.
 
 #include <signal.h>
 
