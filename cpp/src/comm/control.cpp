@@ -111,7 +111,7 @@ void Control::wait_slowly(base::FunctionRef<bool()> ready, const WaitFor& target
         bystander_lost_at = std::min(bystander_lost_at, now);
         const bool counts =
             late || lost.rank == target.rank || now - bystander_lost_at > kBystanderGraceNs;
-        if (counts && !ready()) throw_lost(target, lost);
+        if (counts && !ready()) throw_if_lost(target);
       }
     }
     if (late && !ready()) throw_timeout(target, deadline);
@@ -201,7 +201,24 @@ Control::Lost Control::find_lost(int first) const {
   return {};
 }
 
+/// As `find_lost`, only of those who did not leave this object.
+Control::Lost Control::find_dead(int first) const {
+  for (int i = 0; i < group_.num_ranks(); ++i) {
+    const int rank = (first + i) % group_.num_ranks();
+    if (rank == group_.rank() || !is_active(rank)) continue;
+    // Looked at first: who leaves in good order leaves this object before the group.
+    std::string reason = group_.lost_reason(rank);
+    const bool has_left = words(rank).left.load(std::memory_order_acquire) != 0;
+    if (!reason.empty() && !has_left) return {rank, std::move(reason)};
+  }
+  return {};
+}
+
+bool Control::has_peer_died() const { return find_dead(group_.rank()).rank >= 0; }
+
 void Control::throw_if_lost(const WaitFor& target) const {
+  const Lost dead = find_dead(target.rank);
+  if (dead.rank >= 0) throw_lost(target, dead);
   const Lost lost = find_lost(target.rank);
   if (lost.rank >= 0) throw_lost(target, lost);
 }

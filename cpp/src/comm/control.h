@@ -90,8 +90,12 @@ class Control {
   /// Names the rank that aborted rather than one that has answered with a reset.
   /// @throws PeerAborted  a peer (or this rank) has aborted in this generation.
   void throw_if_aborted(const WaitFor& target) const;
+  /// Names a rank that died rather than one that has answered by leaving.
   /// @throws PeerLost  a peer (active, not this rank) has left or ended.
   void throw_if_lost(const WaitFor& target) const;
+  /// Whether an active peer ended or left the group without `mark_left`. It may owe flags, while
+  /// one that has left this object owes none.
+  bool has_peer_died() const;
   /// Who waits otherwise, such as a kernel: `target` did not come within `timeout`.
   /// @throws PeerLost     since it, or if not it another peer, has left or ended.
   /// @throws PeerTimeout  else.
@@ -175,6 +179,7 @@ class Control {
   bool read_abort(int source, std::uint64_t flags, std::string* reason) const;
   std::string lost_reason(int peer) const;
   Lost find_lost(int first) const;
+  Lost find_dead(int first) const;
   void announce_reset(std::uint32_t generation, std::uint64_t max_epoch) noexcept;
   [[noreturn]] void throw_lost(const WaitFor& target, const Lost& lost) const;
   [[noreturn]] void throw_timeout(const WaitFor& target, base::Deadline deadline) const;

@@ -5,6 +5,7 @@
 #include "exchange/device_exchange.h"
 
 #include <algorithm>
+#include <new>
 #include <utility>
 
 #include "base/format.h"
@@ -229,7 +230,16 @@ std::uint64_t DeviceExchange::reset(std::uint64_t max_epoch, base::Deadline dead
 void DeviceExchange::give_up_open_rounds() noexcept {
   const bool is_open =
       std::any_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.is_open(); });
-  if (is_open) control().stop_own_waits();
+  // Kernels of rounds that have ended here may still wait, even for a rank that died.
+  if (is_open || has_peer_died()) control().stop_own_waits();
+}
+
+bool DeviceExchange::has_peer_died() const noexcept {
+  try {
+    return control().has_peer_died();
+  } catch (const std::bad_alloc&) {
+    return false;  // the waits end by their time-outs
+  }
 }
 
 void DeviceExchange::leave() noexcept {

@@ -127,6 +127,7 @@ class DeviceExchange final : public Exchange {
   void upload_mask();
   void upload_placement();
   void start_generation(std::uint64_t first_epoch, std::int64_t first_round);
+  bool has_peer_died() const noexcept;
   template <class T>
   void upload(std::int64_t offset, const std::vector<T>& values) {
     device_->upload(shared_at<std::byte>(offset), static_cast<const void*>(values.data()),
