@@ -85,6 +85,8 @@ void configure(const Config& config) {
   engine.config = config;
   engine.config.race &= sees_accesses();
   engine.config.init &= sees_accesses();
+  // Which older value a load may return follows from what is known of accesses.
+  if (!sees_accesses()) engine.config.stale = 0;
   engine.random.seed(config.seed);
   create_devices(engine);
   for (const auto& device : engine.devices) {

@@ -141,7 +141,7 @@ void take_host_store(StrongLocation& location, const void* address, std::uint64_
   location.has_last_value = true;
   location.last_value = value;
   const ClockPointer host = host_snapshot();
-  location.releases = {{host, kHostSlot, host->get(kHostSlot), Scope::kSys, -1, 0}};
+  location.releases = {{host, kHostSlot, value_of(host, kHostSlot), Scope::kSys, -1, 0}};
 }
 
 /// Remembers a release for a later fence: the latest of each thread, so that long polls cost

@@ -27,7 +27,8 @@ struct Config {
   bool random_schedule = true;
   /// Probability of a switch to another thread at an ordinary memory access.
   double preempt = 0.0;
-  /// Probability that a strong load returns an older value that the memory model allows.
+  /// Probability that a strong load returns an older value that the memory model allows. 0 where
+  /// accesses are not seen.
   double stale = 0.0;
   /// Checks that conflicting accesses are ordered. Needs kernels compiled with the compiler's
   /// callbacks (cudasim_kernel_options); without them there is nothing to check.
