@@ -14,10 +14,13 @@
 
 namespace fanfold::exchange {
 
+class DeviceExchange;
+
 /// Copies of a round's counts and indices in memory of their own. T rows given to its dispatch.
 /// Threads: any.
 struct DeviceRouting {
   std::shared_ptr<exec::DeviceBackend> backend;
+  std::weak_ptr<const DeviceExchange> exchange;  // that made it
   int num_ranks = 0;
   exec::Stream stream = nullptr;          // that the copies were enqueued on
   std::shared_ptr<std::byte> memory;      // holds all of these
