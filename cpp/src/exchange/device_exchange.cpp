@@ -176,6 +176,7 @@ void DeviceExchange::throw_report(exec::DeviceFailure failure) {
       control().throw_if_aborted(target);
       break;  // only this rank's waits were ended, because a peer is gone
     case exec::DeviceFailure::kTimeout:
+    case exec::DeviceFailure::kStuck:
     case exec::DeviceFailure::kNone:
       break;
   }
