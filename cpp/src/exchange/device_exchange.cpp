@@ -216,6 +216,7 @@ void DeviceExchange::throw_report(exec::DeviceFailure failure) {
                             rank_, ") gave up waiting for rank ", target.rank),
                         rank_, "gave up waiting");
     case exec::DeviceFailure::kTimeout:
+    case exec::DeviceFailure::kStuck:
     case exec::DeviceFailure::kNone:
       break;
   }
