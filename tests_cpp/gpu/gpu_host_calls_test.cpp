@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "api/received_state.h"
 #include "fanfold/error.h"
 #include "gmock/gmock.h"
 #include "gpu/gpu_case.h"
@@ -296,12 +297,14 @@ TEST(GpuHostCallsTest, ADispatchFreesNoRoutingOfAnEarlierRound) {
     config.timeout = 5s;
     AllToAll all_to_all(communicator, config);
     RoundRun round(all_to_all, plan_of(config, 2));
-    round.dispatch();
     DispatchInputs again;
-    again.routing = round.received().routing();
     again.payloads = round.inputs.payloads;
     again.stream = round.stream();
-    round.combine();
+    {
+      const Received received = all_to_all.dispatch(round.inputs);
+      again.routing = received.routing();
+      all_to_all.release(received.handle());
+    }
     all_to_all.release(all_to_all.dispatch(again).handle());
     again.routing = Routing();  // the slot has the last one
     communicator.barrier();
@@ -350,6 +353,47 @@ TEST(GpuHostCallsTest, ACallOnAnotherStreamComesBehindTensorsMadeLate) {
       testing::check_cuda(cudaEventDestroy(event), "cudaEventDestroy");
       all_to_all.check();
     }
+    all_to_all.close();
+  });
+}
+
+TEST(GpuHostCallsTest, AKernelThatIsStuckInItselfSaysSoAfterTheTimeout) {
+  const testing::GpuRanks gpus(1, 1);
+  testing::spawn_ranks(1, [&](Communicator& communicator) {
+    const AllToAllConfig config = gpu_config();
+    AllToAll all_to_all(communicator, config);
+    run_round(all_to_all, 1);
+    RoundRun round(all_to_all, plan_of(config, 1));
+    round.inputs.timeout = 100ms;
+    const Received received = all_to_all.dispatch(round.inputs);
+    round.synchronize();
+    // The first tile of the next kernel is one that nobody takes.
+    const exchange::Exchange& exchange = received.state()->exchange();
+    const exchange::Slot& slot = received.state()->slot_state();
+    const plan::Workspace& workspace = exchange.workspace();
+    std::byte* const at = exchange.local_base(slot) - workspace.local_slot_offset +
+                          workspace.device.slots_offset + offsetof(exec::DeviceSlot, next_tile);
+    const std::uint32_t second = 1;
+    testing::check_cuda(cudaMemcpy(at, &second, sizeof second, cudaMemcpyHostToDevice),
+                        "cudaMemcpy");
+    double seconds = 0;
+    expect_error<CudaFailure>(
+        {"AllToAll: dispatch of round 1: a block of a kernel waited for another one of the same "
+         "kernel for 100 ms in vain; call reset() on every rank"},
+        [&] {
+          const auto start = std::chrono::steady_clock::now();
+          try {
+            (void)received.host_counts();
+          } catch (...) {
+            seconds =
+                std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+            throw;
+          }
+        });
+    EXPECT_GT(seconds, 0.05);
+    EXPECT_TRUE(all_to_all.is_failed());
+    all_to_all.reset();
+    run_round(all_to_all, 2);
     all_to_all.close();
   });
 }

@@ -200,6 +200,7 @@ void DeviceExchange::throw_report(exec::DeviceFailure failure) {
   const exec::DeviceReport& told = report();
   const auto phase = static_cast<exec::DevicePhase>(told.phase);
   const comm::WaitFor target{static_cast<int>(told.peer), name_of(phase), round_of_report(told)};
+  const std::chrono::nanoseconds timeout(static_cast<std::int64_t>(told.timeout_ns));
   switch (failure) {
     case exec::DeviceFailure::kDiffers: {
       const std::string difference = exec::difference(exec::flag_fields(told.mine), rank_,
@@ -215,13 +216,18 @@ void DeviceExchange::throw_report(exec::DeviceFailure failure) {
       throw PeerAborted(str(what(), ": ", target.phase, " of round ", target.round, ": this rank (",
                             rank_, ") gave up waiting for rank ", target.rank),
                         rank_, "gave up waiting");
+    case exec::DeviceFailure::kStuck: {
+      constexpr int kLaunchTimeout = 702;  // the driver's number for kernels that do not end
+      throw CudaFailure(str(what(), ": ", target.phase, " of round ", target.round,
+                            ": a block of a kernel waited for another one of the same kernel for ",
+                            told.timeout_ns / 1'000'000, " ms in vain; call reset() on every rank"),
+                        kLaunchTimeout);
+    }
     case exec::DeviceFailure::kTimeout:
-    case exec::DeviceFailure::kStuck:
     case exec::DeviceFailure::kNone:
       break;
   }
-  const std::int64_t timeout = timeout_of(static_cast<int>(told.slot), phase);
-  control().throw_late(target, std::chrono::nanoseconds(timeout));
+  control().throw_late(target, timeout);
 }
 
 exec::DeviceFailure DeviceExchange::failure() const noexcept {
