@@ -205,7 +205,8 @@ TEST(GpuHostCallsTest, ACudaFailureOfOneRankEndsTheWaitsOfTheOthers) {
   });
 }
 
-TEST(GpuHostCallsTest, AWaitOfTheHostSeesThatAPeerIsGone) {
+/// Rank 0 waits in `wait` for a dispatch whose peer leaves.
+void wait_for_lost(const std::function<void(const Received&)>& wait) {
   const testing::GpuRanks gpus(2, 2);
   testing::spawn_ranks(2, [&](Communicator& communicator) {
     const AllToAllConfig config = of_rank(gpu_config(), communicator);  // 60 seconds
@@ -217,13 +218,38 @@ TEST(GpuHostCallsTest, AWaitOfTheHostSeesThatAPeerIsGone) {
       const Received received = all_to_all->dispatch(round.inputs);
       EXPECT_LT(seconds_of([&] {
                   expect_error<PeerLost>({"dispatch of round 1: rank 1 is gone"},
-                                         [&] { (void)received.host_counts(); });
+                                         [&] { wait(received); });
                 }),
                 20);
       EXPECT_TRUE(all_to_all->is_failed());
     } else {
       std::this_thread::sleep_for(50ms);
       all_to_all.reset();
+    }
+    communicator.barrier();
+  });
+}
+
+TEST(GpuHostCallsTest, AWaitForCountsSeesThatAPeerIsGone) {
+  wait_for_lost([](const Received& received) { (void)received.host_counts(); });
+}
+
+TEST(GpuHostCallsTest, AWaitForTheCountsOfARoutingSeesThatAPeerIsGone) {
+  wait_for_lost([](const Received& received) { (void)received.routing().rank_counts(); });
+}
+
+TEST(GpuHostCallsTest, AWaitThatThisRankGaveUpIsNotCalledATimeout) {
+  const testing::GpuRanks gpus(2, 2);
+  testing::spawn_ranks(2, [&](Communicator& communicator) {
+    const AllToAllConfig config = of_rank(gpu_config(), communicator);
+    AllToAll all_to_all(communicator, config);
+    if (communicator.rank() == 0) {
+      RoundRun round(all_to_all, plan_of(config, 2));
+      const Routing routing = all_to_all.dispatch(round.inputs).routing();
+      expect_error<PeerTimeout>({"rank 1"}, [&] { all_to_all.close(100ms); });
+      expect_error<PeerAborted>(
+          {"AllToAll: dispatch of round 0: this rank (0) gave up waiting for rank 1"},
+          [&] { (void)routing.rank_counts(); });
     }
     communicator.barrier();
   });
@@ -255,6 +281,12 @@ TEST(GpuHostCallsTest, ACaptureThatIsDroppedLetsItsRoundEnd) {
                                [&] { (void)all_to_all.dispatch(run.inputs); });
     all_to_all.release(sent);
     EXPECT_FALSE(received.is_open());
+    testing::Capture third(0, run.stream());
+    third.begin();
+    const Round half = all_to_all.dispatch_send(run.inputs);
+    expect_error<InvalidState>({"must be received, is sent"}, [&] { all_to_all.release(half); });
+    third.end();
+    all_to_all.release(half);
     run_round(all_to_all, 3);
     all_to_all.close();
   });

@@ -47,6 +47,8 @@ class FANFOLD_EXPORT Routing {
   std::int64_t round_max_tokens() const;  ///< m
   /// Rows that each rank sent here, [R]. Of a GPU's: waits, when first asked, for
   /// the stream that it was made on, which must still exist.
+  /// @throws PeerTimeout, PeerAborted, PeerLost, InvalidArgument  on a GPU, when first asked: what
+  ///         kernels have reported.
   const std::vector<std::int32_t>& rank_counts() const;
 
   struct Data;

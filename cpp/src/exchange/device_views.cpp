@@ -167,7 +167,7 @@ std::shared_ptr<const Routing::Data> DeviceExchange::copy_routing(Slot& slot) {
   std::int64_t bytes = 0;
   for (const Part& each : parts) bytes += base::align_up(each.bytes, 128);
   kept->backend = device_;
-  kept->exchange = std::static_pointer_cast<const DeviceExchange>(shared_from_this());
+  kept->exchange = std::static_pointer_cast<DeviceExchange>(shared_from_this());
   kept->num_ranks = num_ranks();
   kept->stream = slot.call_stream;
   kept->memory = device_->allocate(bytes);
@@ -191,8 +191,9 @@ const std::vector<std::int32_t>& DeviceRouting::host_rank_counts() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (host_rank_counts_.empty()) {
     std::vector<std::int32_t> values(static_cast<std::size_t>(num_ranks));
-    if (const std::shared_ptr<const DeviceExchange> owner = exchange.lock()) {
+    if (const std::shared_ptr<DeviceExchange> owner = exchange.lock()) {
       backend->wait(stream, owner->loss_watch());
+      owner->throw_if_kernels_failed();
     } else {
       backend->wait(stream, [] {});
     }
