@@ -209,7 +209,7 @@ TEST(DeviceBackendTest, CopiesAndFillsFollowEachOtherOnAStream) {
     backend->copy(memory.get() + 200, memory.get(), 100, stream);
     backend->copy(memory.get(), memory.get(), 0, stream);
     backend->fill(memory.get(), 1, 0, stream);
-    backend->wait(stream);
+    backend->wait(stream, [] {});
     std::vector<std::byte> got(300);
     backend->download(got.data(), memory.get(), 300);
     EXPECT_EQ(std::count(got.begin(), got.end(), std::byte{0x5a}), 198);
@@ -217,7 +217,7 @@ TEST(DeviceBackendTest, CopiesAndFillsFollowEachOtherOnAStream) {
     EXPECT_EQ(got[200], std::byte{0});
     EXPECT_EQ(got[299], std::byte{0x5a});
   }
-  backend->wait_idle();
+  backend->wait_idle([] {});
 }
 
 TEST(DeviceBackendTest, FailuresOfStreamsNameTheCall) {
@@ -231,37 +231,37 @@ TEST(DeviceBackendTest, FailuresOfStreamsNameTheCall) {
   cudasim::fail_call("cuMemsetD8Async", CUDA_ERROR_INVALID_VALUE);
   EXPECT_EQ(text_of<CudaFailure>([&] { backend->fill(memory.get(), 0, 8, nullptr); }),
             "cuMemsetD8Async of 8 bytes: CUDA_ERROR_INVALID_VALUE (invalid argument)");
-  cudasim::fail_call("cuStreamSynchronize", CUDA_ERROR_ILLEGAL_ADDRESS);
-  EXPECT_EQ(
-      text_of<CudaFailure>([&] { backend->wait(nullptr); }),
-      "cuStreamSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS (an illegal memory access was encountered)");
+  cudasim::fail_call("cuStreamQuery", CUDA_ERROR_ILLEGAL_ADDRESS);
+  EXPECT_EQ(text_of<CudaFailure>([&] { backend->wait(nullptr, [] {}); }),
+            "cuStreamQuery: CUDA_ERROR_ILLEGAL_ADDRESS (an illegal memory access was encountered)");
   cudasim::fail_call("cuCtxSynchronize", CUDA_ERROR_UNKNOWN);
-  backend->wait_idle();
+  EXPECT_EQ(text_of<CudaFailure>([&] { backend->wait_idle([] {}); }),
+            "cuCtxSynchronize: CUDA_ERROR_UNKNOWN (unknown error)");
 }
 
 TEST(DeviceBackendTest, StreamsTellWhetherTheyCapture) {
   const SimulatedDevices devices(1);
   const std::unique_ptr<DeviceBackend> backend = gpu::make_backend(0);
   const OwnStream stream(0);
-  EXPECT_FALSE(backend->is_capturing(nullptr));
-  EXPECT_FALSE(backend->is_capturing(stream.get()));
+  EXPECT_EQ(backend->capture_of(nullptr), 0U);
+  EXPECT_EQ(backend->capture_of(stream.get()), 0U);
   {
     const Capture capture(stream.get());
-    EXPECT_TRUE(backend->is_capturing(stream.get()));
+    EXPECT_NE(backend->capture_of(stream.get()), 0U);
   }
-  EXPECT_FALSE(backend->is_capturing(stream.get()));
+  EXPECT_EQ(backend->capture_of(stream.get()), 0U);
 }
 
 TEST(DeviceBackendTest, AStreamOfAnotherDeviceIsRefused) {
   const SimulatedDevices devices(2);
   const std::unique_ptr<DeviceBackend> backend = gpu::make_backend(1);
   const OwnStream other(0);
-  EXPECT_EQ(text_of<InvalidArgument>([&] { (void)backend->is_capturing(other.get()); }),
+  EXPECT_EQ(text_of<InvalidArgument>([&] { (void)backend->capture_of(other.get()); }),
             "stream: expected a CUDA stream of device 1, got another's");
   int no_stream = 0;
-  EXPECT_THROW((void)backend->is_capturing(&no_stream), InvalidArgument);
+  EXPECT_THROW((void)backend->capture_of(&no_stream), InvalidArgument);
   // The default stream is each device's own, whichever is current.
-  EXPECT_FALSE(backend->is_capturing(nullptr));
+  EXPECT_EQ(backend->capture_of(nullptr), 0U);
 }
 
 TEST(DeviceBackendTest, MemoryIsRefusedInACapture) {
@@ -289,8 +289,12 @@ TEST(DeviceBackendTest, MemoryIsRefusedInACapture) {
   }
   {
     const Capture capture(stream.get());
-    EXPECT_EQ(text_of<InvalidState>([&] { backend->wait(stream.get()); }),
-              "cuStreamSynchronize" + reason);
+    EXPECT_EQ(text_of<InvalidState>([&] { backend->wait(stream.get(), [] {}); }),
+              "cuStreamQuery" + reason);
+  }
+  {
+    const Capture capture(stream.get());
+    EXPECT_EQ(text_of<InvalidState>([&] { backend->wait_idle([] {}); }), "cuEventQuery" + reason);
   }
   (void)backend->allocate(64);
 }
@@ -305,13 +309,13 @@ TEST(DeviceBackendTest, NoCallChangesTheCurrentDevice) {
     const PinnedMemory pinned = backend->allocate_pinned(64);
     backend->fill(memory.get(), 0, 64, stream.get());
     backend->copy(memory.get(), memory.get() + 32, 32, stream.get());
-    EXPECT_FALSE(backend->is_capturing(stream.get()));
+    EXPECT_EQ(backend->capture_of(stream.get()), 0U);
     exec::DevicePackParams params{};
     params.dtype = DType::kBFloat16;
     params.hidden = 8;
     backend->pack_rows(params, stream.get());
-    backend->wait(stream.get());
-    backend->wait_idle();
+    backend->wait(stream.get(), [] {});
+    backend->wait_idle([] {});
     int device = -1;
     ASSERT_EQ(cudaGetDevice(&device), cudaSuccess);
     EXPECT_EQ(device, current);
@@ -396,7 +400,7 @@ TEST(DeviceBackendTest, AKernelWritesItsReportToPinnedMemory) {
   rank.params.round.abort_any = reinterpret_cast<std::uint32_t*>(abort_any.device);
   EXPECT_EQ(rank.told().failure, 0U);
   backend->signal(rank.params, stream.get());
-  backend->wait(stream.get());
+  backend->wait(stream.get(), [] {});
   EXPECT_EQ(rank.told().failure, static_cast<std::uint32_t>(DeviceFailure::kTimeout));
   EXPECT_EQ(rank.told().peer, 1U);
   EXPECT_EQ(rank.told().epoch, 9U);
@@ -417,7 +421,7 @@ TEST(DeviceBackendTest, AKernelSeesAWordOfPinnedPages) {
   rank.params.round.abort_any = reinterpret_cast<std::uint32_t*>(pinned.device + 64);
   rank.params.round.timeout_ns = 10'000'000'000;
   backend->signal(rank.params, nullptr);
-  backend->wait(nullptr);
+  backend->wait(nullptr, [] {});
   EXPECT_EQ(rank.told().failure, static_cast<std::uint32_t>(DeviceFailure::kAborted));
 }
 

@@ -231,6 +231,14 @@ class FailingRound : public ::testing::Test {
   exec::DeviceFailure failure(const HandMadeRanks& ranks, int rank) const {
     return static_cast<exec::DeviceFailure>(ranks.report(rank).failure);
   }
+  /// Leaves the first tile of the slot's next kernel to nobody, in a round of `epoch`.
+  static void skip_tile(const exec::DeviceRound& round, std::uint64_t epoch) {
+    exec::DeviceSlot slot{};
+    slot.epoch = epoch;
+    slot.num_tokens = 4;
+    slot.next_tile = 1;
+    ASSERT_EQ(cudaMemcpy(round.slot, &slot, sizeof(slot), cudaMemcpyDefault), cudaSuccess);
+  }
   RanksSpec spec_;
 };
 
@@ -297,15 +305,43 @@ TEST_F(FailingRound, ATileThatNobodyTookEndsTheWait) {
   HandMadeRanks ranks(spec_, config_of(23));
   ranks.prepare(round_of(spec_, RoutingKind::kUniform, 23));
   const exec::DeviceDispatchSendParams params = ranks.dispatch_params(0);
-  exec::DeviceSlot slot = ranks.slot(0);
-  slot.next_tile = 1;
-  ASSERT_EQ(cudaMemcpy(params.round.slot, &slot, sizeof(slot), cudaMemcpyDefault), cudaSuccess);
+  constexpr std::uint64_t kEpoch = std::uint64_t{5} << 31;  // more than a tag has bits for
+  skip_tile(params.round, kEpoch);
   ASSERT_EQ(gpu::dispatch_send(params, {4}, ranks.stream(0)), cudaSuccess);
   ranks.sync();
+  EXPECT_EQ(failure(ranks, 0), exec::DeviceFailure::kStuck);
+  EXPECT_EQ(ranks.report(0).epoch, kEpoch + 1);
+  EXPECT_EQ(ranks.report(0).timeout_ns, 2'000'000U);
+  EXPECT_EQ(ranks.slot(0).epoch, kEpoch);
+  expect_no_reports();
+}
+
+// Without a limit of its own the wait ends with the failure of another kernel.
+TEST_F(FailingRound, AnArrangeWithoutALimitWaitsUntilKernelsHaveFailed) {
+  HandMadeRanks ranks(spec_, config_of(24));
+  ranks.prepare(round_of(spec_, RoutingKind::kUniform, 24));
+  for (int r = 0; r < 2; ++r) {
+    ASSERT_EQ(gpu::dispatch_send(ranks.dispatch_params(r), {4}, ranks.stream(r)), cudaSuccess);
+  }
+  ranks.sync();
+  ASSERT_EQ(failure(ranks, 0), exec::DeviceFailure::kNone);
+  exec::DeviceArrangeParams params = ranks.arrange_params(0);
+  params.round.timeout_ns = 0;
+  skip_tile(params.round, 2);
+  ASSERT_EQ(gpu::arrange(params, {2}, ranks.stream(0)), cudaSuccess);  // not all the room
+  // The peer does not come to round 2.
+  exec::DeviceSignalParams signal = ranks.signal_params(0);
+  signal.round.timeout_ns = 20'000'000;
+  signal.counts = {};
+  cudaStream_t other = nullptr;
+  ASSERT_EQ(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking), cudaSuccess);
+  ASSERT_EQ(gpu::signal(signal, other), cudaSuccess);
+  ranks.sync();
+  EXPECT_EQ(cudaStreamSynchronize(other), cudaSuccess);
+  EXPECT_EQ(cudaStreamDestroy(other), cudaSuccess);
   EXPECT_EQ(failure(ranks, 0), exec::DeviceFailure::kTimeout);
-  EXPECT_EQ(ranks.report(0).peer, 0U);
-  EXPECT_EQ(ranks.report(0).epoch, 1U);
-  EXPECT_EQ(ranks.slot(0).epoch, 0U);
+  EXPECT_EQ(ranks.report(0).peer, 1U);
+  EXPECT_EQ(ranks.report(0).timeout_ns, 20'000'000U);
   expect_no_reports();
 }
 

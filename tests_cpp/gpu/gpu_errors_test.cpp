@@ -202,6 +202,9 @@ TEST(GpuErrorsTest, KnownTokenCountsAreComparedWhenTheHostLooks) {
       expect_error<InvalidArgument>(
           {"num_tokens_per_rank: expected 4 tokens of rank 1 in round 0, got 3"},
           [&] { (void)received.host_counts(); });
+      EXPECT_TRUE(all_to_all.is_failed());
+      expect_error<InvalidState>({"has failed", "call reset() on every rank"},
+                                 [&] { all_to_all.release(received.handle()); });
     } else {
       (void)received.host_counts();
     }

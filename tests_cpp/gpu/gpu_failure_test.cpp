@@ -118,6 +118,7 @@ TEST(GpuFailureTest, AnAbortEndsKernelsThatWait) {
     const AllToAllConfig config = of_rank(gpu_config(), communicator);
     AllToAll all_to_all(communicator, config);
     run_round(all_to_all, 1);
+    communicator.barrier();
     if (communicator.rank() == 0) {
       RoundRun round(all_to_all, plan_of(config, 2, 4));
       const Received received = all_to_all.dispatch(round.inputs);

@@ -82,6 +82,28 @@ TEST(GpuRoundsTest, FiveRanksExchange) {
   }
 }
 
+TEST(GpuRoundsTest, ManyTokensGoThroughManyBlocks) {
+  for (const Layout layout : {Layout::kRankMajor, Layout::kExpertMajor}) {
+    cudasim::Config devices = testing::devices_for(3, 3);
+    devices.resident_blocks = 8;
+    devices.shuffle_blocks = true;
+    devices.seed = 11;
+    const testing::GpuRanks gpus(devices);
+    testing::spawn_ranks(3, [&](Communicator& communicator) {
+      AllToAllConfig config = of_rank(gpu_config(layout), communicator);
+      config.num_experts = 40;  // more columns than a warp has lanes
+      config.top_k = 6;
+      config.max_tokens_per_rank = 100;
+      AllToAll all_to_all(communicator, config);
+      RoundRun round(all_to_all, plan_of(config, 3, 1));
+      round.dispatch();
+      round.combine();
+      communicator.barrier();
+      all_to_all.close();
+    });
+  }
+}
+
 /// One dispatch and combine of an AllToAll on either device, and all that came of it.
 class Twin {
  public:

@@ -41,7 +41,7 @@ struct FANFOLD_EXPORT DispatchInputs {
   /// `out` then has as many rows as were given, and those from n on become zeros.
   TensorView num_tokens;
   std::optional<std::int64_t> invalid_expert_id;  ///< default -1
-  /// On a GPU each wait of its kernels has this long.
+  /// On a GPU each wait of its kernels has this long; a captured graph keeps it.
   std::optional<std::chrono::nanoseconds> timeout;
   /// A cudaStream_t; null is the legacy default stream. On a GPU it must be given; else ignored.
   std::optional<void*> stream;
@@ -59,7 +59,9 @@ struct FANFOLD_EXPORT CombineInputs {
   /// ranks.
   bool release = true;
   std::optional<std::chrono::nanoseconds> timeout;
-  std::optional<void*> stream;  ///< on a GPU; none: that of the round's dispatch
+  /// On a GPU; none: that of the round's dispatch, for combine_recv, too, whatever combine_send was
+  /// given.
+  std::optional<void*> stream;
 };
 
 /// What a strategy can do.
@@ -116,7 +118,9 @@ struct FANFOLD_EXPORT Feasibility {
 /// that was enqueued behind a failure does nothing. Graph capture: a round that is dispatched in a
 /// capture must end in it, and one from outside cannot go on in one (InvalidState). Every rank
 /// replays its graphs in one order, and makes no round of its own between. A failed round ends the
-/// work of all replays until `reset`.
+/// work of all replays until `reset`. Where ranks share a GPU, a stream may queue behind another
+/// rank's that waits for it, until that one's timeout: CUDA keeps CUDA_DEVICE_MAX_CONNECTIONS (8
+/// by default) streams of a process apart.
 class FANFOLD_EXPORT AllToAll {
  public:
   static constexpr int kMaxPayloads = 16;
@@ -148,7 +152,10 @@ class FANFOLD_EXPORT AllToAll {
   /// @throws InvalidState  `workspace_of` is closed or has failed.
   AllToAll(Communicator& communicator, const AllToAllConfig& config, Allocator* allocator = nullptr,
            const AllToAll* workspace_of = nullptr);
-  /// Marks this rank as left; never waits. Prefer `close()`.
+  /// Marks this rank as left; never waits for a peer. Prefer `close()`. On a GPU: enqueued work
+  /// that waits for a peer is given up, so that what it would have written stays as it was;
+  /// synchronize first. Then waits for all work of the device, since that may use the memory; where
+  /// it cannot, as in a graph capture, the memory stays mapped until the process ends.
   ~AllToAll();
   AllToAll(AllToAll&&) noexcept;
   AllToAll& operator=(AllToAll&&) noexcept;
@@ -207,7 +214,8 @@ class FANFOLD_EXPORT AllToAll {
   void combine_send(const CombineInputs& inputs, const Round& round);
   /// Second half; `inputs.y` is not used.
   void combine_recv(const CombineInputs& inputs, const Round& round);
-  /// Ends a round without a combine. Every rank must do so. Does not wait.
+  /// Ends a round without a combine. Every rank must do so. Does not wait. A round whose graph
+  /// capture has ended without it is forgotten, in any state, and nothing is enqueued.
   /// Stream (GPU): enqueues on `stream`, none: that of the round's dispatch; the stream then waits
   /// until every active rank has left the round. Never synchronizes. Graph capture: of the round's
   /// dispatch only.
@@ -253,17 +261,21 @@ class FANFOLD_EXPORT AllToAll {
   /// a GPU the kernels of all ranks stop waiting, and their next calls throw.
   void abort(const std::string& reason);
   /// Brings a failed AllToAll back: ends all open rounds. Collective over the active ranks, waits;
-  /// on a GPU first for all work of the device. Graph capture: not allowed.
+  /// on a GPU first for all work of the device. Graph capture: not allowed (InvalidState, nothing
+  /// has changed).
   void reset(std::optional<std::chrono::nanoseconds> timeout = std::nullopt);
   /// Collective: waits until every active rank has called it or has left, then gives the workspace
   /// back. Idempotent. Not the last of those that share a workspace: see the constructor. On a GPU
-  /// first waits for all work of the device. Graph capture: not allowed.
+  /// first waits for all work of the device; what waits for peers then is given up after `timeout`,
+  /// or when they are gone. Graph capture: not allowed (InvalidState, nothing has changed).
   void close(std::optional<std::chrono::nanoseconds> timeout = std::nullopt);
   bool is_closed() const noexcept;
   bool is_failed() const noexcept;
   /// Throws what the last failed call threw, or PeerAborted / PeerLost where a peer has aborted or
   /// left; returns when all is well. Does not wait. On a GPU also what kernels have reported so
-  /// far; when a peer is gone, they stop waiting for it.
+  /// far; when a peer is gone, they stop waiting for it. Waits of this library see that by
+  /// themselves. Who synchronizes otherwise with enqueued work calls this now and then meanwhile,
+  /// or waits for the timeout of the work.
   void check() const;
   /// Ids >= num_experts that were dropped since creation (CheckIds::kDrop); on a GPU by the work
   /// that has ended.

@@ -28,8 +28,10 @@ class FANFOLD_EXPORT Round {
 /// Counts and indices of one dispatch in memory of their own, immutable, of any lifetime. Give it
 /// to a later dispatch of an equally configured AllToAll to send new payloads along the same rows.
 ///
-/// Of a GPU's AllToAll: memory of that GPU. It must outlive the graphs whose rounds go along it;
-/// its last copy frees it, which waits for the device and must not happen in a graph capture.
+/// Only of the rank that made it. Of a GPU's AllToAll: memory of that GPU, written on the stream of
+/// the round's last call, behind which rounds along it must be ordered. It must outlive the graphs
+/// whose rounds go along it; its last copy frees it, which waits for the device and must not happen
+/// in a graph capture.
 class FANFOLD_EXPORT Routing {
  public:
   Routing();
@@ -45,6 +47,8 @@ class FANFOLD_EXPORT Routing {
   std::int64_t round_max_tokens() const;  ///< m
   /// Rows that each rank sent here, [R]. Of a GPU's: waits, when first asked, for
   /// the stream that it was made on, which must still exist.
+  /// @throws PeerTimeout, PeerAborted, PeerLost, InvalidArgument  on a GPU, when first asked: what
+  ///         kernels have reported.
   const std::vector<std::int32_t>& rank_counts() const;
 
   struct Data;
@@ -67,8 +71,12 @@ struct FANFOLD_EXPORT HostCounts {
 ///
 /// All views but those of a Routing are valid until the combine (or release) of its round is
 /// called; afterwards every accessor throws InvalidState. Copies share the state. On a GPU they are
-/// tensors of the device, to be used on the stream of the round's dispatch_recv or behind it; the
-/// accessors enqueue there what they make on first use, and never synchronize but for host_counts.
+/// tensors of the device, to be used on the stream of the round's last call (dispatch,
+/// dispatch_recv, a combine that left it open) or behind it; the accessors enqueue there what they
+/// make on first use, and never synchronize but for host_counts. A tensor that is first asked for
+/// after an event was recorded there is not behind that event; later calls of the round come behind
+/// it by themselves. What makes a tensor counts as a call: InvalidState while another thread is
+/// inside one.
 class FANFOLD_EXPORT Received {
  public:
   Received();
@@ -102,8 +110,9 @@ class FANFOLD_EXPORT Received {
   /// [L+1] int32: exclusive sums of expert_counts; flat_by_expert: where each expert's group
   /// begins, at most max_recv_rows. Unspecified when no ids were given.
   const TensorView& offsets() const;
-  /// On a GPU: waits for the stream of the round; not in a graph capture.
-  /// @throws PeerTimeout, PeerAborted, PeerLost, InvalidArgument  on a GPU: what kernels reported.
+  /// On a GPU: waits for the stream of the round's last call; not in a graph capture.
+  /// @throws PeerTimeout, PeerAborted, PeerLost, InvalidArgument  on a GPU: what kernels reported;
+  ///         the AllToAll has failed then.
   HostCounts host_counts() const;
   /// [R, m, K], [sum of T, K] or [N, K] int32: global ids as sent (with replicas: physical),
   /// invalid_expert_id in rows without a token. Empty for layouts per expert, or when no ids were
@@ -115,7 +124,7 @@ class FANFOLD_EXPORT Received {
   const TensorView& source_rank() const;   ///< per row int32, -1 in rows without a token
   const TensorView& source_token() const;  ///< per row int32, -1 in rows without a token
   /// Copies the counts and indices; valid for ever. On a GPU to memory that is allocated, on the
-  /// stream of the round; not in a graph capture.
+  /// stream of the round's last call; not in a graph capture. May wait for the device.
   Routing routing() const;
   /// Keeps the memory of all these views mapped while held.
   std::shared_ptr<const void> memory() const;

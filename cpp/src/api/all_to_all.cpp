@@ -140,6 +140,11 @@ void AllToAll::combine_recv(const CombineInputs& inputs, const Round& round) {
 void AllToAll::release(const Round& round, std::optional<void*> stream) {
   const Impl::Call guard(impl());
   impl().require_not_failed();
+  Slot& ended = impl().slot_of(round, "release");
+  if (ended.is_open() && impl().exchange().has_lost_capture(ended)) {
+    ended.state = SlotState::kFree;
+    return;
+  }
   Slot& slot = impl().slot_of(round, SlotState::kReceived, "release");
   impl().exchange().use_stream(slot, stream, "release");
   impl().run([&] { impl().exchange().release(slot); });

@@ -79,13 +79,6 @@ void check_allocator(const AllToAllConfig& config, const Allocator* allocator) {
 
 }  // namespace
 
-AllToAll::Impl::Call::Call(const Impl& impl) : session_(impl.session()) {
-  if (session_.begin_call()) return;
-  throw InvalidState(str(impl.what(),
-                         ": another thread is inside a call on this object, or on one of the same "
-                         "workspace; one call at a time"));
-}
-
 AllToAll::Impl::Impl(Communicator& communicator, const AllToAllConfig& config, Allocator* allocator,
                      const Impl* owner) {
   const int num_ranks = communicator.num_ranks();
@@ -289,7 +282,7 @@ Received AllToAll::Impl::dispatch_recv(const Round& round, base::Deadline limit)
     if (!exchange_->is_on_gpu()) exchange_->check_token_counts(slot);
   });
   slot.state = SlotState::kReceived;
-  return Received(std::make_shared<Received::State>(exchange_, slot.index, round));
+  return Received(std::make_shared<Received::State>(session_, exchange_, slot.index, round));
 }
 
 void AllToAll::Impl::combine_send(Slot& slot, const exchange::CombineCall& call) {
@@ -320,7 +313,8 @@ void AllToAll::Impl::set_active(const std::vector<bool>& active) {
         str("mask: expected this rank (", exchange_->rank(), ") to be active, got it masked out"));
   }
   require_no_open_round("set_active_mask");
-  exchange_->finish_work();
+  exchange_->check_no_capture("set_active_mask");
+  run([this] { exchange_->finish_work(); });
   require_not_failed();
   for (const api::Session::Member& member : session_->members()) member->set_active(active);
   // Members that are closed may have a released round to settle.
@@ -345,7 +339,8 @@ void AllToAll::Impl::set_placement(const Placement& placement, base::Deadline li
                               wanted, " on rank ", rank));
   }
   // Before the ranks meet: a peer's next round may wait for this rank on the device that both use.
-  exchange_->finish_work();
+  exchange_->check_no_capture("set_placement");
+  run([this] { exchange_->finish_work(); });
   require_not_failed();
   api::Fields fields = api::encode(placement);
   fields.insert(fields.begin(), {"AllToAll whose placement is set", str(exchange_->identity())});
@@ -380,6 +375,7 @@ void AllToAll::Impl::abort(const std::string& reason) {
 }
 
 void AllToAll::Impl::reset(base::Deadline limit) {
+  exchange_->check_no_capture("reset");
   // First: when this rank's wait fails, peers that came through may already send.
   session_->end_rounds();
   run([&] { session_->restart(exchange_->reset(session_->next_epoch() - 1, limit)); });
@@ -399,6 +395,7 @@ void AllToAll::Impl::close(base::Deadline limit) {
                            exchange::name_of(slot->state),
                            "; end it first, since others go on using the workspace"));
   }
+  exchange_->check_no_capture("close");
   mark_closed();
   if (session_->remove(exchange_)) {
     exchange_->give_up_open_rounds();

@@ -30,15 +30,9 @@ class AllToAll::Impl {
   Impl& operator=(const Impl&) = delete;
 
   // What a call may do. Each public call holds one `Call` while it runs.
-  class Call {
+  class Call : public api::Session::Call {
    public:
-    explicit Call(const Impl& impl);
-    ~Call() { session_.end_call(); }
-    Call(const Call&) = delete;
-    Call& operator=(const Call&) = delete;
-
-   private:
-    api::Session& session_;
+    explicit Call(const Impl& impl) : api::Session::Call(impl.session(), impl.what()) {}
   };
 
   const std::string& what() const noexcept { return exchange_->what(); }
@@ -61,20 +55,8 @@ class AllToAll::Impl {
   /// Runs data movement; any error leaves the AllToAll failed.
   template <class Body>
   void run(Body&& body) const {
-    try {
-      if (session_->num_made() > 1) exchange_->use_name();
-      body();
-    } catch (const CapacityExceeded&) {
-      throw;  // on every rank, and the round has begun on none
-    } catch (const Error&) {
-      session_->fail(std::current_exception());
-      throw;
-    } catch (const std::exception& error) {
-      // Of this rank alone: the peers must not wait for it.
-      exchange_->abort(error.what());
-      session_->fail(std::current_exception());
-      throw;
-    }
+    if (session_->num_made() > 1) exchange_->use_name();
+    session_->run(*exchange_, body);
   }
 
   /// The slot of a round that has not ended. @throws InvalidState

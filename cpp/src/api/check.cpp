@@ -156,6 +156,14 @@ void check_routing(const exchange::Exchange& exchange, const DispatchInputs& in)
   if (data.config_digest != exchange.config_digest()) {
     fail("routing", "a routing of an equally configured AllToAll", "one of another configuration");
   }
+  if (data.rank != exchange.rank()) {
+    fail("routing", str("a routing made on rank ", exchange.rank()),
+         str("one of rank ", data.rank));
+  }
+  if (exchange.is_on_gpu() && data.device_index != exchange.config().device_index) {
+    fail("routing", str("a routing on cuda:", exchange.config().device_index),
+         str("one on cuda:", data.device_index));
+  }
   if (data.mask_digest != exchange.mask_digest()) {
     fail("routing", "a routing made under the present active mask", "one of another mask");
   }

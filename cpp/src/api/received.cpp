@@ -109,15 +109,18 @@ const TensorView& Received::source_token() const {
 }
 
 HostCounts Received::host_counts() const {
-  checked(state_).require_open();
-  return checked(state_).exchange().host_counts(checked(state_).slot_state());
+  State& state = checked(state_);
+  HostCounts counts;
+  state.run([&] { counts = state.exchange().host_counts(state.slot_state()); });
+  return counts;
 }
 
 Routing Received::routing() const {
-  checked(state_).require_open();
-  if (!checked(state_).routing)
-    checked(state_).routing = checked(state_).exchange().copy_routing(checked(state_).slot_state());
-  return Routing(checked(state_).routing);
+  State& state = checked(state_);
+  state.call([&] {
+    if (!state.routing) state.routing = state.exchange().copy_routing(state.slot_state());
+  });
+  return Routing(state.routing);
 }
 
 std::shared_ptr<const void> Received::memory() const {

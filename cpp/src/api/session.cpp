@@ -13,6 +13,13 @@ using base::str;
 using exchange::Slot;
 using exchange::SlotState;
 
+Session::Call::Call(Session& session, const std::string& what) : session_(session) {
+  if (!session_.is_busy_.exchange(true, std::memory_order_acquire)) return;
+  throw InvalidState(str(what,
+                         ": another thread is inside a call on this object, or on one of the same "
+                         "workspace; one call at a time"));
+}
+
 Slot& Session::next_slot(const Member& member) const {
   const std::size_t index = next_index();
   const Member& user = slot_users_[index];
@@ -40,7 +47,7 @@ void Session::end_rounds() noexcept {
     for (Slot& slot : member.slots()) {
       slot.state = SlotState::kFree;
       slot.round = -1;
-      slot.routing.reset();
+      member.forget_routing(slot);
     }
   };
   // A user need not be a member any more.

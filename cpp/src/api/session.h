@@ -8,9 +8,11 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "exchange/exchange.h"
+#include "fanfold/error.h"
 
 namespace fanfold::api {
 
@@ -27,9 +29,37 @@ class Session {
         next_epoch_(first_epoch),
         slot_users_(static_cast<std::size_t>(max_in_flight)) {}
 
-  /// A call on one of the members; false when another thread is inside one. Any thread.
-  bool begin_call() noexcept { return !is_busy_.exchange(true, std::memory_order_acquire); }
-  void end_call() noexcept { is_busy_.store(false, std::memory_order_release); }
+  /// A call on one of the members while it lives. Any thread.
+  class Call {
+   public:
+    /// @throws InvalidState  another thread is inside one; `what` names the member.
+    Call(Session& session, const std::string& what);
+    ~Call() { session_.is_busy_.store(false, std::memory_order_release); }
+    Call(const Call&) = delete;
+    Call& operator=(const Call&) = delete;
+
+   private:
+    Session& session_;
+  };
+
+  /// Runs data movement of `member`; any error leaves the session failed.
+  template <class Body>
+  void run(exchange::Exchange& member, Body&& body) {
+    try {
+      body();
+    } catch (const CapacityExceeded&) {
+      throw;  // on every rank, and the round has begun on none
+    } catch (const CudaFailure& error) {
+      fail_alone(member, error);
+      throw;
+    } catch (const Error&) {
+      fail(std::current_exception());
+      throw;
+    } catch (const std::exception& error) {
+      fail_alone(member, error);
+      throw;
+    }
+  }
 
   std::int64_t next_round() const noexcept {
     return static_cast<std::int64_t>(next_epoch_ - first_epoch_);
@@ -69,6 +99,11 @@ class Session {
   std::exception_ptr failure() const noexcept;
 
  private:
+  /// What peers do not know: they must not wait for this rank.
+  void fail_alone(exchange::Exchange& member, const std::exception& error) noexcept {
+    member.abort(error.what());
+    fail(std::current_exception());
+  }
   std::size_t next_index() const noexcept {
     return static_cast<std::size_t>(next_round()) % slot_users_.size();
   }

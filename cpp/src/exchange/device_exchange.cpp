@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/format.h"
+#include "base/keep_forever.h"
 #include "comm/communicator_impl.h"
 #include "exec/flag_line.h"
 #include "fanfold/error.h"
@@ -60,9 +61,29 @@ DeviceExchange::DeviceExchange(Setup setup, base::Deadline deadline) : Exchange(
   kept_ = std::make_shared<Kept>(Kept{window_->memory(), local_});
 }
 
+struct DeviceExchange::Memory {
+  std::shared_ptr<SharedWindow> window;
+  std::shared_ptr<const Kept> kept;
+  std::shared_ptr<std::byte> local;
+  exec::PinnedMemory report;
+  exec::PinnedMemory own_control;
+  std::vector<std::shared_ptr<const Routing::Data>> retired;
+};
+
 DeviceExchange::~DeviceExchange() {
-  // Work that is under way ends within its timeouts; the memory must outlive it.
-  if (device_ != nullptr && !is_forked_child()) device_->wait_idle();
+  // The memory must outlive the work that is under way.
+  if (device_ == nullptr || local_ == nullptr || is_forked_child()) return;
+  control().stop_own_waits();
+  try {
+    device_->wait_idle([] {});
+  } catch (...) {
+    keep_memory();
+  }
+}
+
+void DeviceExchange::keep_memory() noexcept {
+  base::keep_forever(std::make_shared<Memory>(
+      Memory{window_, kept_, local_, report_, own_control_, std::move(retired_)}));
 }
 
 std::byte* DeviceExchange::slot_base(const Slot& slot) const noexcept {
@@ -137,9 +158,24 @@ void DeviceExchange::upload_host_words() {
                   offsetof(exec::DeviceControl, has_failed));
 }
 
+void DeviceExchange::check_no_capture(const char* call) const {
+  try {
+    device_->check_no_capture();
+  } catch (const InvalidState&) {
+    throw InvalidState(str(what(), ": ", call,
+                           " waits for the device, which cannot be done in a graph capture; the "
+                           "capture is invalid now"));
+  }
+}
+
+void DeviceExchange::finish_work() { device_->wait_idle(loss_watch()); }
+
 void DeviceExchange::set_active(const std::vector<bool>& active) {
   Exchange::set_active(active);
-  control().set_active(active);
+  {
+    const std::lock_guard<std::mutex> lock(loss_mutex_);
+    control().set_active(active);
+  }
   upload_mask();
   upload_host_words();
 }
@@ -165,6 +201,7 @@ void DeviceExchange::throw_report(exec::DeviceFailure failure) {
   const exec::DeviceReport& told = report();
   const auto phase = static_cast<exec::DevicePhase>(told.phase);
   const comm::WaitFor target{static_cast<int>(told.peer), name_of(phase), round_of_report(told)};
+  const std::chrono::nanoseconds timeout(static_cast<std::int64_t>(told.timeout_ns));
   switch (failure) {
     case exec::DeviceFailure::kDiffers: {
       const std::string difference = exec::difference(exec::flag_fields(told.mine), rank_,
@@ -175,13 +212,23 @@ void DeviceExchange::throw_report(exec::DeviceFailure failure) {
     }
     case exec::DeviceFailure::kAborted:
       control().throw_if_aborted(target);
-      break;  // only this rank's waits were ended, because a peer is gone
+      control().throw_if_lost(target);
+      // Only this rank's waits were ended.
+      throw PeerAborted(str(what(), ": ", target.phase, " of round ", target.round, ": this rank (",
+                            rank_, ") gave up waiting for rank ", target.rank),
+                        rank_, "gave up waiting");
+    case exec::DeviceFailure::kStuck: {
+      constexpr int kLaunchTimeout = 702;  // the driver's number for kernels that do not end
+      throw CudaFailure(str(what(), ": ", target.phase, " of round ", target.round,
+                            ": a block of a kernel waited for another one of the same kernel for ",
+                            told.timeout_ns / 1'000'000, " ms in vain; call reset() on every rank"),
+                        kLaunchTimeout);
+    }
     case exec::DeviceFailure::kTimeout:
     case exec::DeviceFailure::kNone:
       break;
   }
-  const std::int64_t timeout = timeout_of(static_cast<int>(told.slot), phase);
-  control().throw_late(target, std::chrono::nanoseconds(timeout));
+  control().throw_late(target, timeout);
 }
 
 exec::DeviceFailure DeviceExchange::failure() const noexcept {
@@ -199,6 +246,21 @@ void DeviceExchange::throw_if_kernels_failed() {
   if (known != exec::DeviceFailure::kNone) throw_report(known);
 }
 
+std::function<void()> DeviceExchange::loss_watch() const {
+  return [this, lost_since = std::int64_t{0}]() mutable {
+    // A peer may have finished what this rank waits for, and left, while another is still at it.
+    constexpr std::int64_t kGraceNs = 400'000'000;
+    try {
+      const std::lock_guard<std::mutex> lock(loss_mutex_);
+      control().throw_if_lost({rank_, "check", -1});
+    } catch (const PeerLost&) {
+      const std::int64_t now = base::now_ns();
+      if (lost_since == 0) lost_since = now;
+      if (now - lost_since > kGraceNs) control().stop_own_waits();
+    }
+  };
+}
+
 void DeviceExchange::check() const {
   const comm::WaitFor nobody{rank_, "check", -1};
   control().throw_if_aborted(nobody);
@@ -214,10 +276,11 @@ std::uint64_t DeviceExchange::reset(std::uint64_t max_epoch, base::Deadline dead
   // Work that waits for peers ends by the abort, and what it writes to them comes before their
   // resets.
   control().begin_reset();
-  device_->wait_idle();
+  device_->wait_idle([] {});
   std::vector<exec::DeviceSlot> slots(slots_.size());
   device_->download(slots.data(), shared_at<std::byte>(workspace_.device.slots_offset),
                     static_cast<std::int64_t>(slots.size() * sizeof slots[0]));
+  retired_.clear();
   for (const exec::DeviceSlot& slot : slots) max_epoch = std::max(max_epoch, slot.epoch);
   const std::uint64_t first = control().reset(max_epoch, deadline) + 1;
   device_->download(&words_, shared_at<std::byte>(workspace_.device.control_offset), sizeof words_);
@@ -243,12 +306,22 @@ bool DeviceExchange::has_peer_died() const noexcept {
 }
 
 void DeviceExchange::leave() noexcept {
-  give_up_open_rounds();
+  control().stop_own_waits();
   window_->leave();
 }
 
 void DeviceExchange::close(base::Deadline deadline) {
-  device_->wait_idle();
+  try {
+    const std::function<void()> watch = loss_watch();
+    device_->wait_idle([&] {
+      watch();
+      if (deadline.passed()) control().stop_own_waits();
+    });
+  } catch (const std::exception&) {
+    keep_memory();
+    window_->leave();
+    throw;
+  }
   kept_.reset();  // what is left of it are the callers' views
   own_control_ = {};
   retired_.clear();

@@ -11,7 +11,9 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -36,6 +38,8 @@ class DeviceExchange final : public Exchange {
   bool kernels_have_failed() const noexcept override;
   void throw_if_kernels_failed() override;
   void use_stream(Slot& slot, const std::optional<void*>& stream, const char* call) override;
+  bool has_lost_capture(const Slot& slot) const override;
+  void forget_routing(Slot& slot) override;
   void settle(Slot& /*slot*/, base::Deadline /*deadline*/) override {}
   void dispatch_send(Slot& slot, const DispatchCall& call) override;
   void dispatch_recv(Slot& slot, base::Deadline deadline) override;
@@ -43,7 +47,8 @@ class DeviceExchange final : public Exchange {
   void combine_recv(Slot& slot, const CombineCall& call) override;
   void release(Slot& slot) override;
 
-  void finish_work() noexcept override { device_->wait_idle(); }
+  void check_no_capture(const char* call) const override;
+  void finish_work() override;
   void set_active(const std::vector<bool>& active) override;
   void set_num_workers(int /*num_workers*/) override {}
   void set_placement(const Placement& placement, plan::ExpertMap map, std::uint64_t config_digest,
@@ -54,6 +59,9 @@ class DeviceExchange final : public Exchange {
   void give_up_open_rounds() noexcept override;
   void leave() noexcept override;
   void close(base::Deadline deadline) override;
+  /// For who waits for the work of a stream; any thread. While the result is called now and then,
+  /// the work does not go on waiting for peers that are gone.
+  std::function<void()> loss_watch() const;
   bool is_forked_child() const noexcept override;
   void use_name() override { control().set_what(what()); }
   std::byte* slot_base(const Slot& slot) const noexcept override;
@@ -69,6 +77,7 @@ class DeviceExchange final : public Exchange {
     SymmetricMemory window;
     std::shared_ptr<std::byte> local;
   };
+  struct Memory;  // all that kernels reach
   static constexpr std::size_t kNumPhases = 4;
 
   void plan_tokens(Slot& slot, const DispatchCall& call) override;
@@ -100,7 +109,7 @@ class DeviceExchange final : public Exchange {
   std::int32_t* token_counts(const Slot& slot) const noexcept;
 
   // What kernels are told.
-  exec::DeviceRound round_of(const Slot& slot) const noexcept;
+  /// Its waits take as long as those of the phase may.
   exec::DeviceRound round_of(const Slot& slot, exec::DevicePhase phase) const noexcept;
   exec::DeviceCounts counts_of(const Slot& slot) const noexcept;
   exec::TileWords tiles_of(const Slot& slot) const noexcept;
@@ -141,8 +150,12 @@ class DeviceExchange final : public Exchange {
   exec::DeviceFailure failure() const noexcept;
   [[noreturn]] void throw_report(exec::DeviceFailure failure);
 
+  /// Gives no memory back that kernels may use.
+  void keep_memory() noexcept;
+
   std::shared_ptr<SharedWindow> window_;
   std::shared_ptr<exec::DeviceBackend> device_;
+  mutable std::mutex loss_mutex_;  // control().set_active and loss_watch
   exec::PinnedMemory report_;
   exec::PinnedMemory own_control_;  // this rank's control area
   std::shared_ptr<const Kept> kept_;
@@ -151,7 +164,7 @@ class DeviceExchange final : public Exchange {
   std::int64_t first_round_ = 0;   // of this generation
   std::vector<std::array<std::int64_t, kNumPhases>>
       timeouts_;  // [F] of the last wait of each phase
-  // Routings that lost their slot in a capture, where no memory may be given back.
+  // Routings that have lost their slot: to give memory back would wait for the device.
   std::vector<std::shared_ptr<const Routing::Data>> retired_;
 };
 

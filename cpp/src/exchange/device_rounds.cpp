@@ -40,7 +40,7 @@ std::int32_t* DeviceExchange::token_counts(const Slot& slot) const noexcept {
   return total_rows(slot) + 1;
 }
 
-exec::DeviceRound DeviceExchange::round_of(const Slot& slot) const noexcept {
+exec::DeviceRound DeviceExchange::round_of(const Slot& slot, DevicePhase phase) const noexcept {
   const plan::DeviceRegions& d = workspace_.device;
   exec::DeviceRound round{};
   round.windows = shared_at<std::byte*>(d.windows_offset);
@@ -65,11 +65,6 @@ exec::DeviceRound DeviceExchange::round_of(const Slot& slot) const noexcept {
   round.num_local_experts = num_local_experts();
   round.top_k = workspace_.top_k;
   round.slot_index = slot.index;
-  return round;
-}
-
-exec::DeviceRound DeviceExchange::round_of(const Slot& slot, DevicePhase phase) const noexcept {
-  exec::DeviceRound round = round_of(slot);
   round.timeout_ns = word(timeout_of(slot.index, phase));
   return round;
 }
@@ -119,15 +114,13 @@ void DeviceExchange::signal(const Slot& slot, const exec::DeviceFlags& flags, bo
 
 void DeviceExchange::plan_tokens(Slot& slot, const DispatchCall& call) {
   const exec::Stream stream = call.inputs->stream.value_or(nullptr);  // was checked
-  const bool is_captured = device_->is_capturing(stream);
+  slot.capture = device_->capture_of(stream);
   slot.stream = stream;
   slot.call_stream = stream;
-  slot.is_captured = is_captured;
+  slot.has_late_work = false;
   slot.ids_changed = false;
   slot.own_plan.num_tokens = call.num_tokens;
-  if (slot.routing) retired_.push_back(std::move(slot.routing));
-  slot.routing.reset();
-  if (!is_captured) retired_.clear();
+  forget_routing(slot);
 }
 
 void DeviceExchange::pack_rows(const Slot& slot, const exec::PackRowsParams& params) {
@@ -199,7 +192,7 @@ void DeviceExchange::dispatch_recv(Slot& slot, base::Deadline deadline) {
 
 exec::DeviceArrangeParams DeviceExchange::arrange_params(const Slot& slot) const noexcept {
   exec::DeviceArrangeParams params{};
-  params.round = round_of(slot);
+  params.round = round_of(slot, DevicePhase::kDispatch);
   params.rank_counts = counts(slot);
   params.topk_ids = const_cast<std::int32_t*>(received_ids(slot));
   if (slot.has_weights) params.topk_weights = received_weights(slot);

@@ -14,10 +14,13 @@
 
 namespace fanfold::exchange {
 
+class DeviceExchange;
+
 /// Copies of a round's counts and indices in memory of their own. T rows given to its dispatch.
 /// Threads: any.
 struct DeviceRouting {
   std::shared_ptr<exec::DeviceBackend> backend;
+  std::weak_ptr<DeviceExchange> exchange;  // that made it
   int num_ranks = 0;
   exec::Stream stream = nullptr;          // that the copies were enqueued on
   std::shared_ptr<std::byte> memory;      // holds all of these
@@ -33,6 +36,8 @@ struct DeviceRouting {
 
   /// Rows that each rank sent here. Waits for `stream` when first asked: for the device
   /// would be for peers, too, where they share it.
+  /// @throws PeerError, InvalidArgument  what kernels of the exchange that made it have reported:
+  ///         those that wrote the counts may be among them.
   const std::vector<std::int32_t>& host_rank_counts() const;
 
  private:

@@ -25,20 +25,44 @@ std::string name_of_round(const Slot& slot, const std::string& what) {
 
 void DeviceExchange::use_stream(Slot& slot, const std::optional<void*>& stream, const char* call) {
   const exec::Stream used = stream.value_or(slot.stream);
-  if (device_->is_capturing(used) != slot.is_captured) {
+  const std::uint64_t capture = device_->capture_of(used);
+  if (capture != slot.capture) {
+    const char* const got = capture == 0         ? "got a stream that is not capturing"
+                            : slot.is_captured() ? "got a stream of another capture"
+                                                 : "got a stream that is capturing";
     throw InvalidState(str(call, ": ", name_of_round(slot, what()),
-                           slot.is_captured
-                               ? " was dispatched in a graph capture and must end in it, got a "
-                                 "stream that is not capturing"
+                           slot.is_captured()
+                               ? " was dispatched in a graph capture and must end in it, "
                                : " was dispatched outside of a graph capture and cannot go on in "
-                                 "one, got a stream that is capturing"));
+                                 "one, ",
+                           got));
   }
+  // The caller has ordered the streams behind calls, not behind what was asked for since.
+  if (slot.has_late_work) device_->order(slot.call_stream, used);
+  slot.has_late_work = false;
   slot.call_stream = used;
+}
+
+bool DeviceExchange::has_lost_capture(const Slot& slot) const {
+  if (!slot.is_captured()) return false;
+  try {
+    return device_->capture_of(slot.stream) != slot.capture;
+  } catch (const InvalidArgument&) {
+    return true;  // nor is the stream there any more
+  }
+}
+
+void DeviceExchange::forget_routing(Slot& slot) {
+  if (slot.routing == nullptr) return;
+  if (std::find(retired_.begin(), retired_.end(), slot.routing) == retired_.end()) {
+    retired_.push_back(slot.routing);
+  }
+  slot.routing.reset();
 }
 
 void DeviceExchange::count_experts(Slot& slot) {
   if (slot.has_expert_counts) return;
-  use_stream(slot, std::nullopt, "expert_counts");
+  use_stream(slot, slot.call_stream, "expert_counts");
   count_experts_on(slot, slot.call_stream);
 }
 
@@ -47,13 +71,14 @@ void DeviceExchange::count_experts_on(Slot& slot, exec::Stream stream) {
   add_counts(slot, params);
   device_->arrange(params, stream);
   slot.has_expert_counts = true;
+  slot.has_late_work = true;
 }
 
 void DeviceExchange::fill_source_rows(Slot& slot) {
   if (slot.has_source_rows) return;
-  use_stream(slot, std::nullopt, "source_rank or source_token");
+  use_stream(slot, slot.call_stream, "source_rank or source_token");
   exec::DeviceDescribeParams params{};
-  params.round = round_of(slot);
+  params.round = round_of(slot, exec::DevicePhase::kDispatch);
   params.rank_counts = counts(slot);
   params.source_tokens = received_tokens(slot);
   if (is_per_expert(setup_.config.layout)) {
@@ -69,16 +94,17 @@ void DeviceExchange::fill_source_rows(Slot& slot) {
   device_->fill(reinterpret_cast<std::byte*>(params.source_token), 0xFF, bytes, slot.call_stream);
   device_->describe_rows(params, slot.call_stream);
   slot.has_source_rows = true;
+  slot.has_late_work = true;
 }
 
 HostCounts DeviceExchange::host_counts(Slot& slot) {
-  if (slot.is_captured) {
+  if (slot.is_captured()) {
     throw InvalidState(str("host_counts: ", name_of_round(slot, what()),
                            " belongs to a graph, whose counts are known when it runs"));
   }
   count_experts(slot);
-  use_stream(slot, std::nullopt, "host_counts");
-  device_->wait(slot.call_stream);
+  use_stream(slot, slot.call_stream, "host_counts");
+  device_->wait(slot.call_stream, loss_watch());
   throw_if_kernels_failed();
   const auto ranks = static_cast<std::size_t>(num_ranks());
   const auto experts = static_cast<std::size_t>(num_local_experts());
@@ -103,11 +129,11 @@ std::shared_ptr<const Routing::Data> DeviceExchange::copy_routing(Slot& slot) {
     throw InvalidState(str("routing: the received ids of ", name_of_round(slot, what()),
                            " were overwritten by sanitize; take the routing before"));
   }
-  if (slot.is_captured) {
+  if (slot.is_captured()) {
     throw InvalidState(str("routing: ", name_of_round(slot, what()),
                            " belongs to a graph; memory cannot be allocated in a capture"));
   }
-  use_stream(slot, std::nullopt, "routing");
+  use_stream(slot, slot.call_stream, "routing");
   const plan::DeviceRegions& d = workspace_.device;
   const std::int64_t tokens = slot.plan().num_tokens;
   const std::int64_t rows = num_ranks() * slot.round_max_tokens;
@@ -141,9 +167,13 @@ std::shared_ptr<const Routing::Data> DeviceExchange::copy_routing(Slot& slot) {
   std::int64_t bytes = 0;
   for (const Part& each : parts) bytes += base::align_up(each.bytes, 128);
   kept->backend = device_;
+  kept->exchange = std::static_pointer_cast<DeviceExchange>(shared_from_this());
   kept->num_ranks = num_ranks();
   kept->stream = slot.call_stream;
   kept->memory = device_->allocate(bytes);
+  // Here, where a call may wait; seldom, since a rank on the same GPU may wait for this one.
+  constexpr std::size_t kMaxRetired = 16;
+  if (retired_.size() > kMaxRetired) retired_.clear();
   std::byte* at = kept->memory.get();
   for (const Part& each : parts) {
     if (each.bytes == 0) continue;
@@ -161,7 +191,12 @@ const std::vector<std::int32_t>& DeviceRouting::host_rank_counts() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (host_rank_counts_.empty()) {
     std::vector<std::int32_t> values(static_cast<std::size_t>(num_ranks));
-    backend->wait(stream);
+    if (const std::shared_ptr<DeviceExchange> owner = exchange.lock()) {
+      backend->wait(stream, owner->loss_watch());
+      owner->throw_if_kernels_failed();
+    } else {
+      backend->wait(stream, [] {});
+    }
     backend->download(values.data(), reinterpret_cast<const std::byte*>(rank_counts),
                       std::int64_t{num_ranks} * 4);
     host_rank_counts_ = std::move(values);

@@ -128,6 +128,10 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   /// @throws InvalidState  the round was dispatched in a graph capture and `stream` is not in one,
   ///         or the other way round. @throws InvalidArgument  another device's stream.
   virtual void use_stream(Slot&, const std::optional<void*>& /*stream*/, const char* /*call*/) {}
+  /// Whether the slot's round was dispatched in a graph capture that has ended: no work can end it.
+  virtual bool has_lost_capture(const Slot&) const { return false; }
+  /// The slot's round needs its routing no more.
+  virtual void forget_routing(Slot& slot) { slot.routing.reset(); }
 
   // Phases. On an exception nothing of the slot's state has changed in dispatch_send when it is an
   // argument error; otherwise the caller marks the exchange as failed.
@@ -141,8 +145,11 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   virtual void combine_recv(Slot& slot, const CombineCall& call) = 0;
   virtual void release(Slot& slot) = 0;
 
+  /// @throws InvalidState  on a GPU: a graph capture is under way, in which nothing may wait.
+  virtual void check_no_capture(const char* /*call*/) const {}
   /// Before anything below changes what rounds read: waits for work that is enqueued.
-  virtual void finish_work() noexcept {}
+  /// @throws CudaFailure
+  virtual void finish_work() {}
   virtual void set_active(const std::vector<bool>& active);
   /// Threads that move rows, the caller's included.
   virtual void set_num_workers(int num_workers);

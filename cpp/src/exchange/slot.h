@@ -27,6 +27,8 @@ struct DeviceRouting;
 struct Routing::Data {
   std::uint64_t id = 0;             // the epoch of the dispatch that made it; equal on all ranks
   std::uint64_t config_digest = 0;  // of the AllToAll that made it
+  int rank = 0;                     // likewise
+  int device_index = 0;             // likewise, on a GPU
   std::uint32_t mask_digest = 0;
   std::int64_t round_max_tokens = 0;
   bool has_ids = false;
@@ -118,16 +120,18 @@ struct Slot {
   bool has_scales = false;
   // On a GPU:
   exec::Stream stream = nullptr;       // of the round
-  exec::Stream call_stream = nullptr;  // of the call under way
-  bool is_captured = false;            // the round belongs to a graph
-  bool has_waited = false;             // the kernel that sent the rows waits for the others'
-  bool ids_changed = false;            // the received ids are not as they came
+  exec::Stream call_stream = nullptr;  // of the last call
+  bool has_late_work = false;          // a tensor was asked for, and made there, behind that call
+  std::uint64_t capture = 0;  // the graph capture that the round was dispatched in; 0: none
+  bool has_waited = false;    // the kernel that sent the rows waits for the others'
+  bool ids_changed = false;   // the received ids are not as they came
 
   const plan::SendPlan& plan() const noexcept { return routing ? routing->plan : own_plan; }
   const plan::PairPlan& pairs() const noexcept { return routing ? routing->pairs : own_pairs; }
   const float* weights_of_tokens() const noexcept {
     return routing ? routing->token_weights.data() : token_weights.data();
   }
+  bool is_captured() const noexcept { return capture != 0; }
   bool is_open() const noexcept {
     return state != SlotState::kFree && state != SlotState::kReleased;
   }

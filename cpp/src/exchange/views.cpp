@@ -345,6 +345,8 @@ std::shared_ptr<Routing::Data> Exchange::start_routing(const Slot& slot) const {
   auto data = std::make_shared<Routing::Data>();
   data->id = base::mix_digest(setup_.identity, slot.epoch);
   data->config_digest = setup_.config_digest;
+  data->rank = rank_;
+  data->device_index = setup_.config.device_index;
   data->mask_digest = mask_digest_;
   data->round_max_tokens = slot.round_max_tokens;
   data->has_ids = slot.has_ids;

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "base/function_ref.h"
 #include "exec/capture_params.h"
 #include "exec/device_params.h"
 
@@ -46,12 +47,21 @@ class DeviceBackend {
   virtual void download(void* host, const std::byte* device, std::int64_t bytes) = 0;
 
   // Streams.
+  /// The graph capture that `stream` is in, by a number of its own in the process; 0: none.
   /// @throws InvalidArgument  not a stream of this device.
-  virtual bool is_capturing(Stream stream) const = 0;
-  /// Waits for what is enqueued on `stream`.
-  virtual void wait(Stream stream) = 0;
-  /// Waits for all work of the device. Never throws.
-  virtual void wait_idle() noexcept = 0;
+  virtual std::uint64_t capture_of(Stream stream) const = 0;
+  /// @throws InvalidState  a graph capture is under way in which this thread may not wait; it is
+  ///         then invalid.
+  virtual void check_no_capture() = 0;
+  /// Work for `after` waits from now on for what is on `before`; both belong to one capture or to
+  /// none.
+  virtual void order(Stream before, Stream after) = 0;
+  // These wait, and meanwhile call `look`, which must not throw, every few milliseconds.
+  // @throws InvalidState  in a graph capture. @throws CudaFailure  work may be under way still.
+  /// For what is enqueued on `stream`.
+  virtual void wait(Stream stream, base::FunctionRef<void()> look) = 0;
+  /// For all work of the device.
+  virtual void wait_idle(base::FunctionRef<void()> look) = 0;
   virtual void copy(std::byte* to, const std::byte* from, std::int64_t bytes, Stream stream) = 0;
   virtual void fill(std::byte* to, int byte, std::int64_t bytes, Stream stream) = 0;
 

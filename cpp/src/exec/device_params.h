@@ -29,7 +29,13 @@ constexpr std::int64_t kMaxDeviceHidden = std::int64_t{1} << 30;
 enum class DevicePhase : std::uint32_t { kDispatch, kCombine, kRelease, kAck };
 
 /// Why kernels have stopped.
-enum class DeviceFailure : std::uint32_t { kNone, kTimeout, kAborted, kDiffers };
+enum class DeviceFailure : std::uint32_t {
+  kNone,
+  kTimeout,  // a peer's flag did not come
+  kAborted,
+  kDiffers,
+  kStuck,  // a block of a kernel waited in vain for another one of its grid; no peer is concerned
+};
 
 /// What a kernel tells the host, which reads it without waiting. Page-locked host memory.
 struct DeviceReport {
@@ -38,6 +44,7 @@ struct DeviceReport {
   std::uint32_t peer;
   std::uint32_t slot;
   std::uint64_t epoch;             // of the slot's round
+  std::uint64_t timeout_ns;        // of the wait that failed: a captured one keeps its own
   std::uint64_t mine[kFlagWords];  // kDiffers: this rank's line as it should be, and the peer's
   std::uint64_t got[kFlagWords];
   std::uint64_t num_dropped_ids;  // since creation; stored relaxed
@@ -86,7 +93,9 @@ struct DeviceRound {
                                    // has aborted
   std::int64_t store_offset;       // of the slot's store in every window
   std::int64_t round_max_tokens;   // m
-  std::uint64_t timeout_ns;        // of each wait
+  // Of each wait for a peer, and of a block for another one of its grid, where 0 is no limit: that
+  // wait then ends only when kernels have failed.
+  std::uint64_t timeout_ns;
   std::int32_t rank;
   std::int32_t num_ranks;
   std::int32_t num_experts;

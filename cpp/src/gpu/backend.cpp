@@ -86,23 +86,40 @@ class Backend final : public exec::DeviceBackend {
     if (bytes > 0) context_->download(host, device, bytes);
   }
 
-  bool is_capturing(exec::Stream stream) const override {
+  std::uint64_t capture_of(exec::Stream stream) const override {
     if (!context_->owns(handle_of(stream))) {
       throw InvalidArgument(
           base::str("stream: expected a CUDA stream of device ", device(), ", got another's"));
     }
     const DeviceContext::Current current(*context_);
     CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
-    driver().check(driver().cuStreamIsCapturing(handle_of(stream), &status), "cuStreamIsCapturing");
-    return status != CU_STREAM_CAPTURE_STATUS_NONE;
+    cuuint64_t id = 0;
+    driver().check(
+        driver().cuStreamGetCaptureInfo(handle_of(stream), &status, &id, nullptr, nullptr, nullptr),
+        "cuStreamGetCaptureInfo");
+    return status == CU_STREAM_CAPTURE_STATUS_NONE ? 0 : id + 1;
   }
 
-  void wait(exec::Stream stream) override {
+  void check_no_capture() override { context_->check_no_capture(); }
+
+  void order(exec::Stream before, exec::Stream after) override {
+    if (before == after) return;
     const DeviceContext::Current current(*context_);
-    driver().check(driver().cuStreamSynchronize(handle_of(stream)), "cuStreamSynchronize");
+    CUevent event = nullptr;
+    driver().check(driver().cuEventCreate(&event, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
+    CUresult result = driver().cuEventRecord(event, handle_of(before));
+    if (result == CUDA_SUCCESS) {
+      result = driver().cuStreamWaitEvent(handle_of(after), event, CU_EVENT_WAIT_DEFAULT);
+    }
+    (void)driver().cuEventDestroy(event);  // the streams keep what they need of it
+    driver().check(result, "cuStreamWaitEvent");
   }
 
-  void wait_idle() noexcept override { context_->wait_idle(); }
+  void wait(exec::Stream stream, base::FunctionRef<void()> look) override {
+    context_->wait(handle_of(stream), look);
+  }
+
+  void wait_idle(base::FunctionRef<void()> look) override { context_->wait_idle(look); }
 
   void copy(std::byte* to, const std::byte* from, std::int64_t bytes,
             exec::Stream stream) override {

@@ -2,12 +2,22 @@
 #include "gpu/device_context.h"
 
 #include <array>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
 
+#include "base/clock.h"
 #include "base/format.h"
 #include "fanfold/error.h"
 #include "gpu/address.h"
 
 namespace fanfold::gpu {
+namespace {
+
+constexpr std::chrono::milliseconds kLookPause(5);
+
+}  // namespace
 
 DeviceContext::Current::Current(const DeviceContext& context) : driver_(context.driver_) {
   driver_.check(driver_.cuCtxPushCurrent(context.context_), "cuCtxPushCurrent");
@@ -117,11 +127,68 @@ std::byte* DeviceContext::allocate(std::int64_t bytes) const {
   return data_at(address);
 }
 
-void DeviceContext::wait_idle() const noexcept {
-  if (driver_.is_forked_child() || driver_.cuCtxPushCurrent(context_) != CUDA_SUCCESS) return;
-  (void)driver_.cuCtxSynchronize();
-  CUcontext popped = nullptr;
-  (void)driver_.cuCtxPopCurrent(&popped);
+void DeviceContext::wait_idle(base::FunctionRef<void()> look) const {
+  if (driver_.is_forked_child()) return;
+  check_no_capture();
+  // The driver's call cannot be given up, and this thread has to look around meanwhile.
+  std::mutex mutex;
+  std::condition_variable ended;
+  bool has_ended = false;
+  CUresult result = CUDA_SUCCESS;
+  std::thread waiter([&] {
+    result = driver_.cuCtxPushCurrent(context_);
+    if (result == CUDA_SUCCESS) {
+      result = driver_.cuCtxSynchronize();
+      CUcontext popped = nullptr;
+      (void)driver_.cuCtxPopCurrent(&popped);
+    }
+    const std::lock_guard<std::mutex> lock(mutex);
+    has_ended = true;
+    ended.notify_one();
+  });
+  {
+    std::unique_lock<std::mutex> lock(mutex);
+    while (!ended.wait_for(lock, kLookPause, [&] { return has_ended; })) look();
+  }
+  waiter.join();
+  driver_.check(result, "cuCtxSynchronize");
+  // Once more, for captures of this thread alone.
+  const Current current(*this);
+  driver_.check(driver_.cuCtxSynchronize(), "cuCtxSynchronize");
+}
+
+void DeviceContext::wait(CUstream stream, base::FunctionRef<void()> look) const {
+  constexpr std::int64_t kEagerNs = 200'000;  // as long as most waits
+  const Current current(*this);
+  const std::int64_t start = base::now_ns();
+  std::int64_t next_look = start + std::chrono::nanoseconds(kLookPause).count();
+  for (;;) {
+    const CUresult result = driver_.cuStreamQuery(stream);
+    if (result != CUDA_ERROR_NOT_READY) {
+      driver_.check(result, "cuStreamQuery");
+      return;
+    }
+    const std::int64_t now = base::now_ns();
+    if (now >= next_look) {
+      look();
+      next_look = now + std::chrono::nanoseconds(kLookPause).count();
+    }
+    if (now - start < kEagerNs) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+  }
+}
+
+void DeviceContext::check_no_capture() const {
+  // A call that a capture forbids, as it does waiting, and that does not wait.
+  const Current current(*this);
+  CUevent event = nullptr;
+  driver_.check(driver_.cuEventCreate(&event, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
+  const CUresult result = driver_.cuEventQuery(event);
+  (void)driver_.cuEventDestroy(event);
+  driver_.check(result, "cuEventQuery");
 }
 
 void DeviceContext::free(std::byte* data) const noexcept {

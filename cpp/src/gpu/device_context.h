@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <string>
 
+#include "base/function_ref.h"
 #include "gpu/driver.h"
 
 namespace fanfold::gpu {
@@ -50,8 +51,15 @@ class DeviceContext {
   std::uint64_t read_word(const std::byte* data) const;
   void write_word(std::byte* data, std::uint64_t word) const;
 
-  /// Waits for all work on the device; never throws.
-  void wait_idle() const noexcept;
+  /// Waits for all work on the device; meanwhile calls `look`, which must not throw, every few
+  /// milliseconds. Nothing in a forked child.
+  /// @throws InvalidState  in a graph capture. @throws CudaFailure  work may be under way.
+  void wait_idle(base::FunctionRef<void()> look) const;
+  /// Likewise for one stream.
+  void wait(CUstream stream, base::FunctionRef<void()> look) const;
+  /// @throws InvalidState  a graph capture is under way that forbids waiting for the device; the
+  ///         driver has then invalidated it.
+  void check_no_capture() const;
 
   /// Device memory; freed by `free`, which never throws.
   std::byte* allocate(std::int64_t bytes) const;

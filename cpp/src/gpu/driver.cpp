@@ -54,6 +54,7 @@ Driver load() {
 #define FANFOLD_DRIVER_FIND(name) find(get, #name, driver.name);
   FANFOLD_DRIVER_FUNCTIONS(FANFOLD_DRIVER_FIND)
 #undef FANFOLD_DRIVER_FIND
+  find(get, "cuStreamGetCaptureInfo", driver.cuStreamGetCaptureInfo);
   const CUresult result = driver.cuInit(0);
   if (result != CUDA_SUCCESS) {
     throw Unsupported(base::str("GPU: expected a device, got cuInit: ", driver.describe(result)));

@@ -6,6 +6,7 @@
 
 #include <cuda.h>
 
+#include <cstddef>
 #include <memory>
 #include <string>
 
@@ -31,8 +32,13 @@ namespace fanfold::gpu {
   X(cuStreamCreate)                 \
   X(cuStreamDestroy)                \
   X(cuStreamSynchronize)            \
+  X(cuStreamQuery)                  \
+  X(cuStreamWaitEvent)              \
   X(cuStreamGetCtx)                 \
-  X(cuStreamIsCapturing)            \
+  X(cuEventCreate)                  \
+  X(cuEventDestroy)                 \
+  X(cuEventQuery)                   \
+  X(cuEventRecord)                  \
   X(cuMemGetAllocationGranularity)  \
   X(cuMemCreate)                    \
   X(cuMemRelease)                   \
@@ -62,6 +68,10 @@ struct Driver {
 #define FANFOLD_DRIVER_FIELD(name) decltype(&::name) name = nullptr;
   FANFOLD_DRIVER_FUNCTIONS(FANFOLD_DRIVER_FIELD)
 #undef FANFOLD_DRIVER_FIELD
+  /// As CUDA 11.3 to 12.2 has it; newer headers do not declare it.
+  CUresult (*cuStreamGetCaptureInfo)(CUstream stream, CUstreamCaptureStatus* status, cuuint64_t* id,
+                                     CUgraph* graph, const CUgraphNode** dependencies,
+                                     std::size_t* num_dependencies) = nullptr;
   std::shared_ptr<const base::ForkGuard> guard;
 
   /// The driver of this process, loaded and initialised on first use. Any thread.

@@ -9,6 +9,7 @@
 
 #include "base/byte_math.h"
 #include "base/format.h"
+#include "base/keep_forever.h"
 #include "comm/failure.h"
 #include "comm/rank_index.h"
 #include "fanfold/error.h"
@@ -302,7 +303,17 @@ Verdict Attempt::run() {
 }  // namespace
 
 FabricWindows::~FabricWindows() {
-  if (is_handed_out_) context_->wait_idle();
+  if (!is_handed_out_) return;
+  try {
+    context_->wait_idle([] {});
+  } catch (...) {
+    // Work may go on that uses them; addresses that are not given back harm nobody.
+    struct Kept {
+      AddressRange range;
+      std::vector<MappedMemory> mapped;
+    };
+    base::keep_forever(std::make_shared<Kept>(Kept{std::move(range_), std::move(mapped_)}));
+  }
 }
 
 void FabricWindows::map_next(CUmemGenericAllocationHandle handle) {

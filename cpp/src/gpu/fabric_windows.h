@@ -26,7 +26,8 @@ class FabricWindows {
   FabricWindows(std::shared_ptr<const DeviceContext> context, AddressRange range,
                 std::size_t stride)
       : context_(std::move(context)), range_(std::move(range)), stride_(stride) {}
-  /// Waits for the device, as cudaFree does: work on the windows may be under way.
+  /// Waits for the device, as cudaFree does: work on the windows may be under way. Where that
+  /// fails, as in a graph capture, they stay mapped.
   ~FabricWindows();
   FabricWindows(const FabricWindows&) = delete;
   FabricWindows& operator=(const FabricWindows&) = delete;

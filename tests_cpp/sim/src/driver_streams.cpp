@@ -4,7 +4,9 @@
 
 #include <cuda_runtime_api.h>
 
+#include "capture.h"
 #include "driver_device.h"
+#include "runtime.h"
 
 namespace cudasim {
 namespace {
@@ -32,12 +34,53 @@ CUresult cuStreamSynchronize(CUstream stream) {
                                [&] { return cudaStreamSynchronize(stream); });
 }
 
+CUresult cuStreamQuery(CUstream stream) {
+  return cudasim::runtime_call("cuStreamQuery", [&] { return cudaStreamQuery(stream); });
+}
+
+CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
+  return cudasim::runtime_call("cuStreamWaitEvent",
+                               [&] { return cudaStreamWaitEvent(stream, event, flags); });
+}
+
+CUresult cuEventCreate(CUevent* event, unsigned flags) {
+  return cudasim::runtime_call("cuEventCreate",
+                               [&] { return cudaEventCreateWithFlags(event, flags); });
+}
+
+CUresult cuEventDestroy(CUevent event) {
+  return cudasim::runtime_call("cuEventDestroy", [&] { return cudaEventDestroy(event); });
+}
+
+CUresult cuEventQuery(CUevent event) {
+  return cudasim::runtime_call("cuEventQuery", [&] { return cudaEventQuery(event); });
+}
+
+CUresult cuEventRecord(CUevent event, CUstream stream) {
+  return cudasim::runtime_call("cuEventRecord", [&] { return cudaEventRecord(event, stream); });
+}
+
 CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status) {
   return cudasim::runtime_call("cuStreamIsCapturing", [&] {
     cudaStreamCaptureStatus found = cudaStreamCaptureStatusNone;
     const cudaError_t error = cudaStreamIsCapturing(stream, &found);
     if (error == cudaSuccess) *status = static_cast<CUstreamCaptureStatus>(found);
     return error;
+  });
+}
+
+CUresult cuStreamGetCaptureInfo_v2(CUstream handle, CUstreamCaptureStatus* status, cuuint64_t* id,
+                                   CUgraph* graph, const CUgraphNode** dependencies,
+                                   std::size_t* num_dependencies) {
+  const CUresult result = cuStreamIsCapturing(handle, status);
+  if (result != CUDA_SUCCESS || *status == CU_STREAM_CAPTURE_STATUS_NONE) return result;
+  return cudasim::driver_call("cuStreamGetCaptureInfo", [&] {
+    // Graphs under way have no handle here.
+    if (graph != nullptr || dependencies != nullptr || num_dependencies != nullptr) {
+      return CUDA_ERROR_INVALID_VALUE;
+    }
+    if (id != nullptr) *id = cudasim::find_stream(handle)->capture->id;
+    return CUDA_SUCCESS;
   });
 }
 

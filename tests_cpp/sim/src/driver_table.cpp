@@ -8,6 +8,12 @@
 
 #include "driver_device.h"
 
+// The interface of CUDA 11.3 to 12.2, which cuda.h declares no more.
+extern "C" CUresult cuStreamGetCaptureInfo_v2(CUstream stream, CUstreamCaptureStatus* status,
+                                              cuuint64_t* id, CUgraph* graph,
+                                              const CUgraphNode** dependencies,
+                                              std::size_t* num_dependencies);
+
 namespace cudasim {
 
 namespace {
@@ -47,6 +53,13 @@ const auto& entries() {
       entry("cuStreamSynchronize", &cuStreamSynchronize, 2000),
       entry("cuStreamGetCtx", &cuStreamGetCtx, 9020),
       entry("cuStreamIsCapturing", &cuStreamIsCapturing, 10000),
+      entry("cuStreamGetCaptureInfo", &cuStreamGetCaptureInfo_v2, 11030),
+      entry("cuStreamQuery", &cuStreamQuery, 2000),
+      entry("cuStreamWaitEvent", &cuStreamWaitEvent, 3020),
+      entry("cuEventCreate", &cuEventCreate, 2000),
+      entry("cuEventDestroy", &cuEventDestroy, 4000),
+      entry("cuEventQuery", &cuEventQuery, 2000),
+      entry("cuEventRecord", &cuEventRecord, 2000),
       entry("cuMemGetAllocationGranularity", &cuMemGetAllocationGranularity, 10020),
       entry("cuMemCreate", &cuMemCreate, 10020),
       entry("cuMemRelease", &cuMemRelease, 10020),

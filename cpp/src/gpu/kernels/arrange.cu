@@ -168,7 +168,7 @@ __device__ inline std::int64_t rows_per_expert(const Params& p) {
 }
 
 /// Gives the rows of a tile their places among their experts' rows; false when kernels have failed.
-__device__ inline bool place_pairs(const Params& p, std::uint64_t tag, const Tile& tile,
+__device__ inline bool place_pairs(const Params& p, const TileTag& tag, const Tile& tile,
                                    const TileRows& rows) {
   FANFOLD_SHARED(TileBits, bits);
   const int top_k = p.round.top_k;
@@ -270,8 +270,7 @@ __global__ void __launch_bounds__(kThreads, 2) arrange_kernel(const __grid_const
                       first_columns + most_rows * p.max_pairs,
                       numbers.num_pairs,
                       numbers.row_at};
-  const std::uint64_t tag =
-      tile_tag(p.round.slot->epoch, p.round.control->generation, TileUse::kArrange);
+  const TileTag tag = tile_tag(p.round.slot->epoch, p.round.control->generation, TileUse::kArrange);
   Tile tile;
   while (take_tile(p.round.slot, num_rows, &tile)) {
     read_experts(p, starts, tile, rows);

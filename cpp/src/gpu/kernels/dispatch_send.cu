@@ -94,7 +94,7 @@ __device__ inline void read_ids(const Params& p, const Tile& tile, const TileRow
 }
 
 /// Works out the targets of a tile's tokens; false when kernels have failed.
-__device__ inline bool find_targets(const Params& p, std::uint64_t tag, const Tile& tile,
+__device__ inline bool find_targets(const Params& p, const TileTag& tag, const Tile& tile,
                                     const TileRows& rows) {
   FANFOLD_SHARED(TileBits, bits);
   const int per_token = max_targets(p);
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     const std::int32_t wanted = *p.num_tokens_word;
     num_tokens = has(Fault::kTokensOfWord) ? wanted : max(0, min(wanted, num_tokens));
   }
-  const std::uint64_t tag = tile_tag(epoch, p.round.control->generation, TileUse::kDispatch);
+  const TileTag tag = tile_tag(epoch, p.round.control->generation, TileUse::kDispatch);
   const std::int64_t most_rows = tile_rows(num_tokens, gridDim.x);
   std::int32_t* const places = memory + most_rows * p.round.top_k;
   auto* const ranks = reinterpret_cast<std::int16_t*>(places + most_rows * max_targets(p));

@@ -118,6 +118,7 @@ __device__ inline void fail(const exec::DeviceRound& round, const exec::DeviceFl
   st_relaxed_sys(&report->peer, static_cast<std::uint32_t>(peer));
   st_relaxed_sys(&report->slot, static_cast<std::uint32_t>(round.slot_index));
   st_relaxed_sys(&report->epoch, mine.epoch);
+  st_relaxed_sys(&report->timeout_ns, round.timeout_ns);
   for (int i = 0; i < exec::kFlagWords; ++i) {
     st_relaxed_sys(&report->mine[i], flag_word(mine, i));
     st_relaxed_sys(&report->got[i], flag_word(got, i));

@@ -53,35 +53,41 @@ __device__ inline bool take_tile(exec::DeviceSlot* slot, std::int32_t num_rows, 
 /// The kernels that share the words of one slot.
 enum class TileUse : std::uint32_t { kDispatch = 1, kArrange = 2 };
 
-/// 34 bits, never all zero: so are words that nobody has written. A word of an older round has
-/// another one, unless its epoch was 2^31 lower.
-__device__ inline std::uint64_t tile_tag(std::uint64_t epoch, std::uint32_t generation,
-                                         TileUse use) {
-  if (has(Fault::kTagWithoutEpoch)) epoch = 0;
-  return ((epoch & 0x7fffffffU) << 3) | ((generation & 1U) << 2) | static_cast<std::uint32_t>(use);
+/// What the words of one kernel are known by.
+struct TileTag {
+  std::uint64_t epoch;
+  // 34 of them, never all zero: so are words that nobody has written. A word of an older round has
+  // others, unless its epoch was 2^31 lower.
+  std::uint64_t bits;
+};
+
+__device__ inline TileTag tile_tag(std::uint64_t epoch, std::uint32_t generation, TileUse use) {
+  const std::uint64_t low = has(Fault::kTagWithoutEpoch) ? 0 : epoch & 0x7fffffffU;
+  return {epoch, (low << 3) | ((generation & 1U) << 2) | static_cast<std::uint32_t>(use)};
 }
 
 constexpr int kCountBits = 29;
 static_assert(exec::kMaxDeviceRows < std::int64_t{1} << kCountBits);
 
-__device__ inline void publish_count(const exec::TileWords& tiles, std::uint64_t tag,
+__device__ inline void publish_count(const exec::TileWords& tiles, const TileTag& tag,
                                      std::int32_t tile, std::int32_t column, std::int32_t count,
                                      bool is_inclusive) {
   const std::uint64_t flag = is_inclusive ? std::uint64_t{1} << kCountBits : 0;
   st_relaxed_gpu(tiles.words + tile * tiles.stride + column,
-                 (tag << (kCountBits + 1)) | flag | static_cast<std::uint32_t>(count));
+                 (tag.bits << (kCountBits + 1)) | flag | static_cast<std::uint32_t>(count));
 }
 
 /// Whether a block that waits for others of its grid should give up; the same for all lanes.
-__device__ inline bool gives_up(const exec::DeviceRound& round, std::uint64_t tag,
+__device__ inline bool gives_up(const exec::DeviceRound& round, const TileTag& tag,
                                 std::uint64_t start) {
   bool stops = false;
   if (lane_id() == 0) {
     stops = ld_relaxed_gpu(&round.control->has_failed) != 0;
-    if (!stops && globaltimer_ns() - start > round.timeout_ns) {
+    if (!stops && round.timeout_ns != 0 && globaltimer_ns() - start > round.timeout_ns) {
       exec::FlagFields fields;
-      fields.epoch = tag >> 3;
-      fail(round, {0, fields, exec::DevicePhase::kDispatch}, exec::DeviceFailure::kTimeout,
+      fields.epoch = tag.epoch;
+      // What a dispatch brought is counted in its phase, too.
+      fail(round, {0, fields, exec::DevicePhase::kDispatch}, exec::DeviceFailure::kStuck,
            round.rank, fields, fields);
       stops = true;
     }
@@ -92,7 +98,7 @@ __device__ inline bool gives_up(const exec::DeviceRound& round, std::uint64_t ta
 /// Sums a column over all tiles before `tile`, 32 tiles at a time. All lanes of a warp call it, and
 /// all get the sum. False when kernels have failed.
 __device__ inline bool look_back(const exec::DeviceRound& round, const exec::TileWords& tiles,
-                                 std::uint64_t tag, std::int32_t tile, std::int32_t column,
+                                 const TileTag& tag, std::int32_t tile, std::int32_t column,
                                  std::int32_t* sum) {
   constexpr unsigned kLooks = 64;  // between two looks at the clock
   const std::uint64_t start = globaltimer_ns();
@@ -102,7 +108,7 @@ __device__ inline bool look_back(const exec::DeviceRound& round, const exec::Til
     const std::int32_t at = last - static_cast<std::int32_t>(lane_id());
     const std::uint64_t word =
         at < 0 ? 0 : ld_relaxed_gpu(tiles.words + at * tiles.stride + column);
-    const bool is_there = at < 0 || word >> (kCountBits + 1) == tag;
+    const bool is_there = at < 0 || word >> (kCountBits + 1) == tag.bits;
     const bool ends = at < 0 || (is_there && ((word >> kCountBits) & 1) != 0);
     const unsigned there = __ballot_sync(kAllLanes, is_there);
     const unsigned end = __ballot_sync(kAllLanes, ends);
@@ -143,7 +149,7 @@ __device__ inline int columns_before(const TileBits& bits, int row, int column) 
 /// of each row, if there are at most 32 * kTileWords.
 template <typename Key, typename Place>
 __device__ inline bool place_rows(const exec::DeviceRound& round, const exec::TileWords& tiles,
-                                  std::uint64_t tag, const Tile& tile, const Key* keys,
+                                  const TileTag& tag, const Tile& tile, const Key* keys,
                                   int keys_per_row, std::int32_t num_columns, std::int32_t* totals,
                                   TileBits& bits, Place&& place) {
   const int lane = static_cast<int>(lane_id());
