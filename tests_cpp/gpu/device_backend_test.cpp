@@ -360,7 +360,7 @@ struct LonelyRank {
         theirs(backend.allocate(kPage)),
         windows(uploaded(backend, std::vector<std::byte*>{mine.get(), theirs.get()})),
         is_active(uploaded(backend, std::vector<std::int32_t>{1, 1})),
-        slot(uploaded(backend, std::vector<exec::DeviceSlot>{{9, 0, 0, 0, 0}})),
+        slot(uploaded(backend, std::vector<exec::DeviceSlot>{{9, 0, 0, 0, 0, 0}})),
         control(uploaded(backend, std::vector<exec::DeviceControl>{{4, 0, 0, 0, 0}})),
         report(backend.allocate_pinned(sizeof(exec::DeviceReport))) {
     exec::DeviceRound& round = params.round;

@@ -115,6 +115,23 @@ TEST(DispatchKernels, EveryIdTypeAndDroppedIds) {
   }
 }
 
+// The host's memory is far away.
+TEST(DispatchKernels, TheHostIsToldOfDroppedIdsWhenThereAreMore) {
+  RanksSpec spec = ranks_of(1, 4, 2, 4);
+  HandMadeRanks ranks(spec, config_of(4));
+  RoundSpec round = round_of(spec, RoutingKind::kUniform, 4);
+  const RoundSpec all_well = round;
+  round.tokens[0].topk_ids[1] = 4;
+  ranks.run(round);
+  ASSERT_EQ(ranks.report(0).num_dropped_ids, 1U);
+  ranks.report(0).num_dropped_ids = 0;
+  ranks.prepare(all_well);
+  ASSERT_EQ(gpu::dispatch_send(ranks.dispatch_params(0), {4}, ranks.stream(0)), cudaSuccess);
+  ranks.sync();
+  EXPECT_EQ(ranks.report(0).num_dropped_ids, 0U);
+  expect_no_reports();
+}
+
 TEST(DispatchKernels, TopKFromOneToTheMost) {
   for (const int top_k : {1, 33, exec::kMaxDeviceTopK}) {
     SCOPED_TRACE(top_k);

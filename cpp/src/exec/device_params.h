@@ -67,6 +67,7 @@ struct alignas(128) DeviceSlot {
   std::int32_t num_tokens;     // T of that round
   std::uint32_t next_tile;     // that no block has taken; 0 between kernels
   std::uint32_t num_done;      // blocks that have no tile left; 0 between kernels
+  std::uint64_t num_told_ids;  // num_dropped_ids as a round of this slot told it last
 };
 
 /// Scratch by which the blocks of one kernel tell each other how many rows their tiles have:

@@ -219,6 +219,16 @@ __device__ inline void push_tile(const Params& p, const Tile& tile, const TileRo
   }
 }
 
+/// Tells the host how many ids were dropped, if it does not know: behind the flags, whose fence
+/// would else wait until the host's memory has it. One thread of the last block.
+__device__ inline void tell_dropped_ids(const exec::DeviceRound& round) {
+  if (threadIdx.x != 0) return;
+  const std::uint64_t num_dropped = ld_relaxed_gpu(&round.control->num_dropped_ids);
+  if (num_dropped == round.slot->num_told_ids) return;
+  round.slot->num_told_ids = num_dropped;
+  st_relaxed_sys(&round.report->num_dropped_ids, num_dropped);
+}
+
 /// Any grid. Blocks take tiles of at most 32 tokens: read their ids, agree with the other blocks on
 /// the tokens' rows (tiles.cuh), push what travels straight into the targets' windows. The last
 /// block to end begins the slot's next epoch, raises this rank's flags (after all blocks' rows:
@@ -266,12 +276,11 @@ __global__ void __launch_bounds__(kThreads, 2)
     slot->epoch = epoch;
     slot->num_tokens = num_tokens;
     slot->num_combines = 0;
-    st_relaxed_sys(&p.round.report->num_dropped_ids,
-                   ld_relaxed_gpu(&p.round.control->num_dropped_ids));
   }
   if (!has(Fault::kCountersStay)) reset_counters(slot);
   __syncthreads();
   announce(p.round, p.flags, epoch, p.rows_per_rank, num_tokens);
+  tell_dropped_ids(p.round);
   if (p.waits) await(p.round, p.flags, epoch, p.counts, num_tokens);
 }
 
