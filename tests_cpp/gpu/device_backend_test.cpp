@@ -425,9 +425,9 @@ TEST(DeviceBackendTest, TilesAreEnoughForAnyGrid) {
   const SimulatedDevices devices(1);
   const std::unique_ptr<DeviceBackend> backend = gpu::make_backend(0);
   EXPECT_EQ(backend->max_tiles(0), 32);  // 16 multiprocessors
-  EXPECT_EQ(backend->max_tiles(1024), 32);
-  EXPECT_EQ(backend->max_tiles(1025), 33);
-  EXPECT_EQ(backend->max_tiles(3200), 100);
+  EXPECT_EQ(backend->max_tiles(1024), 64);
+  EXPECT_EQ(backend->max_tiles(1025), 65);
+  EXPECT_EQ(backend->max_tiles(3200), 132);
 }
 
 TEST(DeviceBackendTest, ADeviceThatIsNotThereIsUnsupported) {

@@ -238,6 +238,7 @@ const SeededFault kFaults[] = {
     FANFOLD_FAULT(kLooksBackOnce, many_tiles, "result"),
     FANFOLD_FAULT(kNoBarrierBeforeBallot, by_rank, "race"),
     FANFOLD_FAULT(kPlacesFromOne, by_rank, "result"),
+    FANFOLD_FAULT(kPlacesOfNextColumn, by_expert, "result"),
     // rows.cuh
     FANFOLD_FAULT(kDropsLastUnit, by_rank, "result"),
     // dispatch_send.cu

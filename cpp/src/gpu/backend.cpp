@@ -149,7 +149,7 @@ class Backend final : public exec::DeviceBackend {
 
   std::int64_t max_tiles(std::int64_t num_rows) const noexcept override {
     const std::int64_t full = (num_rows + exec::kTileRows - 1) / exec::kTileRows;
-    return std::max<std::int64_t>(limit_.max_blocks, full);
+    return limit_.max_blocks + full;
   }
 
  private:

@@ -289,7 +289,7 @@ cudaError_t arrange(const exec::DeviceArrangeParams& params, GridLimit limit, cu
   const std::int64_t num_rows = params.round.num_ranks * params.round.round_max_tokens;
   const std::int64_t most = limit.max_blocks;
   const std::int64_t num_blocks = num_rows < 1 ? 1 : num_rows < most ? num_rows : most;
-  const int rows = tile_rows(num_rows, num_blocks);
+  const int rows = max_tile_rows(num_rows, num_blocks);
   return launch_blocks("arrange", arrange_kernel, num_blocks, shared_bytes(params, rows), stream,
                        params);
 }

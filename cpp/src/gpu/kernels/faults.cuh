@@ -28,6 +28,7 @@ enum class Fault : int {
   kLooksBackOnce,          // only the 32 tiles before are added
   kNoBarrierBeforeBallot,  // columns of rows are read while they are written
   kPlacesFromOne,          // a row's place is one too high
+  kPlacesOfNextColumn,     // the rows before are those of another column
   // rows.cuh
   kDropsLastUnit,  // the last unit of a segment is not copied
   // dispatch_send.cu
