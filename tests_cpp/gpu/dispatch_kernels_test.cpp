@@ -202,6 +202,13 @@ TEST(DispatchKernels, MoreRowsThanOneTileForEachBlock) {
   }
 }
 
+TEST(Launches, StartEarlyWhereDeviceAndDriverCan) {
+  static_assert(gpu::early_start(8, 13000) == gpu::EarlyStart::kNever);
+  static_assert(gpu::early_start(9, 12020) == gpu::EarlyStart::kOutsideCaptures);
+  static_assert(gpu::early_start(9, 12030) == gpu::EarlyStart::kAlways);
+  static_assert(gpu::early_start(10, 13000) == gpu::EarlyStart::kAlways);
+}
+
 TEST(Tiles, BlocksHaveAsMuchToDoAsOthers) {
   EXPECT_EQ(gpu::tile_rows(8192, 228), 18);  // not 256 tiles of 32
   EXPECT_EQ(gpu::tile_rows(64, 2), 32);
@@ -381,7 +388,7 @@ TEST_F(FailingRound, AnArrangeWithoutALimitWaitsUntilKernelsHaveFailed) {
   signal.counts = {};
   cudaStream_t other = nullptr;
   ASSERT_EQ(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking), cudaSuccess);
-  ASSERT_EQ(gpu::signal(signal, other), cudaSuccess);
+  ASSERT_EQ(gpu::signal(signal, {1}, other), cudaSuccess);
   ranks.sync();
   EXPECT_EQ(cudaStreamSynchronize(other), cudaSuccess);
   EXPECT_EQ(cudaStreamDestroy(other), cudaSuccess);

@@ -405,12 +405,12 @@ void HandMadeRanks::run(const RoundSpec& round) {
     }
     check(cudaDeviceSynchronize());  // a memset itself does not wait
   }
-  const gpu::GridLimit limit{round.max_blocks};
+  const gpu::LaunchLimits limit{round.max_blocks};
   for (int r = 0; r < spec_.num_ranks; ++r) {
     if (!is_active(r)) continue;
     const cudaStream_t stream = this->stream(r);
     check(gpu::dispatch_send(dispatch_params(r), limit, stream));
-    if (round.is_split) check(gpu::signal(signal_params(r), stream));
+    if (round.is_split) check(gpu::signal(signal_params(r), limit, stream));
     check(gpu::arrange(arrange_params(r), limit, stream));
     check(gpu::describe_rows(describe_params(r), limit, stream));
   }

@@ -285,13 +285,14 @@ __global__ void __launch_bounds__(kThreads, 2) arrange_kernel(const __grid_const
 
 }  // namespace
 
-cudaError_t arrange(const exec::DeviceArrangeParams& params, GridLimit limit, cudaStream_t stream) {
+cudaError_t arrange(const exec::DeviceArrangeParams& params, LaunchLimits limits,
+                    cudaStream_t stream) {
   const std::int64_t num_rows = params.round.num_ranks * params.round.round_max_tokens;
-  const std::int64_t most = limit.max_blocks;
+  const std::int64_t most = limits.max_blocks;
   const std::int64_t num_blocks = num_rows < 1 ? 1 : num_rows < most ? num_rows : most;
   const int rows = max_tile_rows(num_rows, num_blocks);
-  return launch_blocks("arrange", arrange_kernel, num_blocks, shared_bytes(params, rows), stream,
-                       params);
+  return launch_blocks("arrange", arrange_kernel, num_blocks, shared_bytes(params, rows), limits,
+                       stream, params);
 }
 
 }  // namespace fanfold::gpu

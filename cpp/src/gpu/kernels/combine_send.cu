@@ -166,25 +166,25 @@ __global__ void __launch_bounds__(kThreads, 2)
 }
 
 template <DType kY>
-cudaError_t launch_for(const exec::DeviceCombineSendParams& params, GridLimit limit,
+cudaError_t launch_for(const exec::DeviceCombineSendParams& params, LaunchLimits limits,
                        cudaStream_t stream) {
   const std::int64_t num_rows = params.round.num_ranks * params.round.round_max_tokens;
   return launch_blocks("combine_send", combine_send_kernel<kY>,
-                       num_blocks_for<kCopyUnits>(num_rows, params.hidden, limit.max_blocks), 0,
-                       stream, params);
+                       num_blocks_for<kCopyUnits>(num_rows, params.hidden, limits.max_blocks), 0,
+                       limits, stream, params);
 }
 
 }  // namespace
 
-cudaError_t combine_send(const exec::DeviceCombineSendParams& params, GridLimit limit,
+cudaError_t combine_send(const exec::DeviceCombineSendParams& params, LaunchLimits limits,
                          cudaStream_t stream) {
   if (params.y_dtype == DType::kBFloat16) {
-    return launch_for<DType::kBFloat16>(params, limit, stream);
+    return launch_for<DType::kBFloat16>(params, limits, stream);
   }
   if (params.y_dtype == DType::kFloat16) {
-    return launch_for<DType::kFloat16>(params, limit, stream);
+    return launch_for<DType::kFloat16>(params, limits, stream);
   }
-  return launch_for<DType::kFloat32>(params, limit, stream);
+  return launch_for<DType::kFloat32>(params, limits, stream);
 }
 
 }  // namespace fanfold::gpu

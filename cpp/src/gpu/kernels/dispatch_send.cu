@@ -286,14 +286,14 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 }  // namespace
 
-cudaError_t dispatch_send(const exec::DeviceDispatchSendParams& params, GridLimit limit,
+cudaError_t dispatch_send(const exec::DeviceDispatchSendParams& params, LaunchLimits limits,
                           cudaStream_t stream) {
-  const std::int64_t most = limit.max_blocks;
+  const std::int64_t most = limits.max_blocks;
   const std::int64_t wanted = params.num_tokens < 1 ? 1 : params.num_tokens;
   const std::int64_t num_blocks = wanted < most ? wanted : most;
   const int rows = max_tile_rows(params.num_tokens, num_blocks);
   return launch_blocks("dispatch_send", dispatch_send_kernel, num_blocks,
-                       shared_bytes(params, rows), stream, params);
+                       shared_bytes(params, rows), limits, stream, params);
 }
 
 }  // namespace fanfold::gpu

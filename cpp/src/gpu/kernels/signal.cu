@@ -22,8 +22,9 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 }  // namespace
 
-cudaError_t signal(const exec::DeviceSignalParams& params, cudaStream_t stream) {
-  return launch_blocks("signal", signal_kernel, 1, 0, stream, params);
+cudaError_t signal(const exec::DeviceSignalParams& params, LaunchLimits limits,
+                   cudaStream_t stream) {
+  return launch_blocks("signal", signal_kernel, 1, 0, limits, stream, params);
 }
 
 }  // namespace fanfold::gpu
