@@ -13,7 +13,7 @@ namespace {
 /// Waits for nobody; nothing needs resetting.
 __global__ void __launch_bounds__(kThreads, 2)
     describe_rows_kernel(const __grid_constant__ exec::DeviceDescribeParams p) {
-  if (!begin(p.round)) return;
+  if (begin(p.round) == nullptr) return;
   const std::int64_t m = p.round.round_max_tokens;
   const std::int64_t num_rows = p.round.num_ranks * m;
   const std::int64_t num_threads = std::int64_t{gridDim.x} * kThreads;

@@ -13,6 +13,7 @@ namespace fanfold::gpu {
 enum class Fault : int {
   kNone,
   // flags.cuh
+  kDoesNotWaitForKernel,  // words of the kernel before are read while it runs
   kNoBarrierBeforeCount,  // a block counts itself while its threads still write
   kRelaxedCount,          // blocks count themselves without release and acquire
   kNoFenceBeforeEpoch,    // the epoch is stored without a fence

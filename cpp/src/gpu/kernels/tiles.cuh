@@ -23,17 +23,21 @@ namespace fanfold::gpu {
 constexpr unsigned kAllLanes = 0xffffffffU;
 
 struct Tile {
-  std::int32_t index;
-  std::int32_t first;  // row
-  std::int32_t rows;
-  bool is_last;
+  std::int32_t index = -1;
+  std::int32_t first = 0;  // row
+  std::int32_t rows = 0;
+  bool is_last = false;
 };
 
-/// Takes the next tile; false when none is left. All threads call it, and meet in a barrier at
-/// least once between two calls. Shared memory of the tile before is free afterwards.
+/// Takes the tile after `tile`, the block's last one; false when none is left. All threads call it,
+/// and meet in a barrier at least once between two calls. Shared memory of the tile before is free
+/// afterwards.
 __device__ inline bool take_tile(exec::DeviceSlot* slot, std::int32_t num_rows, Tile* tile) {
   FANFOLD_SHARED(std::uint32_t, taken);
-  if (threadIdx.x == 0) taken = atom_add_relaxed_gpu(&slot->next_tile, 1U);
+  if (threadIdx.x == 0) {
+    taken = gridDim.x == 1 ? static_cast<std::uint32_t>(tile->index + 1)  // nobody else takes any
+                           : atom_add_relaxed_gpu(&slot->next_tile, 1U);
+  }
   if (!has(Fault::kNoBarrierBetweenTiles)) __syncthreads();
   const int rows = tile_rows(num_rows, gridDim.x);
   const std::int32_t num_tiles = (num_rows + rows - 1) / rows;
