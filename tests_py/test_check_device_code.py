@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What nvcc made of a kernel is read rightly, and each missing instruction is reported."""
 
+from dataclasses import replace
 from pathlib import PurePosixPath
 
 import check_device_code
@@ -87,6 +88,22 @@ def test_each_missing_instruction_is_reported(before, after, words):
     assert before in SASS
     changed = SASS.replace(before, after)
     assert any(words in fault for fault in faults(changed)), faults(changed)
+
+
+@pytest.mark.parametrize(
+    ("early", "allowed", "is_reported"),
+    [
+        ("LDG.E.64 R4, desc[UR8][R2.64] ;", 0, True),
+        ("LDG.E.64 R4, desc[UR8][R2.64] ;", 1, False),
+        ("LDG.E.STRONG.GPU R4, desc[UR8][R2.64] ;", 1, True),
+        ("STG.E.64 desc[UR8][R2.64], R4 ;", 1, True),
+    ],
+)
+def test_only_so_many_plain_loads_come_before_the_wait(monkeypatch, early, allowed, is_reported):
+    budget = replace(BUDGET, early_loads=allowed)
+    monkeypatch.setattr(check_device_code, "BUDGETS", {"push_kernel": budget})
+    sass = SASS.replace("        /*0010*/", f"        /*0000*/ {early}\n        /*0010*/")
+    assert any("ahead of all" in fault for fault in faults(sass)) == is_reported
 
 
 @pytest.mark.parametrize(

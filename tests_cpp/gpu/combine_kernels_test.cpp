@@ -248,6 +248,7 @@ TEST(SumRowsKernelTest, ATokenWithMoreTargetsThanLanesOfAWarp) {
   targets.resize(kNumRanks, {-1, -1});
   const testing::DeviceMemory device_windows(0, windows);
   const testing::DeviceMemory device_targets(0, targets);
+  const testing::DeviceMemory active(0, std::vector<std::int32_t>(kNumRanks, 1));
   const testing::DeviceMemory control(0, std::vector<exec::DeviceControl>(1));
   std::vector<exec::DeviceSlot> slots(1);
   slots[0].num_tokens = 1;
@@ -255,6 +256,7 @@ TEST(SumRowsKernelTest, ATokenWithMoreTargetsThanLanesOfAWarp) {
   const testing::DeviceMemory out(0, kRowBytes);
   exec::DeviceSumParams params{};
   params.round.windows = device_windows.at<std::byte*>();
+  params.round.is_active = active.at<std::int32_t>();
   params.round.control = control.at<exec::DeviceControl>();
   params.round.slot = slot.at<exec::DeviceSlot>();
   params.round.round_max_tokens = 1;

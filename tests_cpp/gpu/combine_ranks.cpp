@@ -232,7 +232,8 @@ void CombineRanks::send(int rank) {
 void CombineRanks::signal(int rank, const exec::DeviceFlags& flags, bool announces, bool waits) {
   Rank& mine = *ranks_[index(rank)];
   ASSERT_EQ(cudaSetDevice(device_of(rank)), cudaSuccess);
-  ASSERT_EQ(gpu::signal({mine.send.round, flags, announces, waits, {}}, mine.stream), cudaSuccess);
+  ASSERT_EQ(gpu::signal({mine.send.round, flags, announces, waits, {}}, {1}, mine.stream),
+            cudaSuccess);
 }
 
 void CombineRanks::sum(int rank) {

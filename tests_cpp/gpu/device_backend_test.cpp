@@ -364,7 +364,7 @@ struct LonelyRank {
         theirs(backend.allocate(kPage)),
         windows(uploaded(backend, std::vector<std::byte*>{mine.get(), theirs.get()})),
         is_active(uploaded(backend, std::vector<std::int32_t>{1, 1})),
-        slot(uploaded(backend, std::vector<exec::DeviceSlot>{{9, 0, 0, 0, 0}})),
+        slot(uploaded(backend, std::vector<exec::DeviceSlot>{{9, 0, 0, 0, 0, 0}})),
         control(uploaded(backend, std::vector<exec::DeviceControl>{{4, 0, 0, 0, 0}})),
         report(backend.allocate_pinned(sizeof(exec::DeviceReport))) {
     exec::DeviceRound& round = params.round;
@@ -446,9 +446,9 @@ TEST(DeviceBackendTest, TilesAreEnoughForAnyGrid) {
   const SimulatedDevices devices(1);
   const std::unique_ptr<DeviceBackend> backend = gpu::make_backend(0);
   EXPECT_EQ(backend->max_tiles(0), 32);  // 16 multiprocessors
-  EXPECT_EQ(backend->max_tiles(1024), 32);
-  EXPECT_EQ(backend->max_tiles(1025), 33);
-  EXPECT_EQ(backend->max_tiles(3200), 100);
+  EXPECT_EQ(backend->max_tiles(1024), 64);
+  EXPECT_EQ(backend->max_tiles(1025), 65);
+  EXPECT_EQ(backend->max_tiles(3200), 132);
 }
 
 TEST(DeviceBackendTest, ADeviceThatIsNotThereIsUnsupported) {

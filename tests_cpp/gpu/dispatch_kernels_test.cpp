@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "gpu/hand_made_ranks.h"
+#include "gpu/kernels/tile_rows.h"
 #include "support/routing_generators.h"
 
 namespace fanfold::testing {
@@ -115,6 +116,23 @@ TEST(DispatchKernels, EveryIdTypeAndDroppedIds) {
   }
 }
 
+// The host's memory is far away.
+TEST(DispatchKernels, TheHostIsToldOfDroppedIdsWhenThereAreMore) {
+  RanksSpec spec = ranks_of(1, 4, 2, 4);
+  HandMadeRanks ranks(spec, config_of(4));
+  RoundSpec round = round_of(spec, RoutingKind::kUniform, 4);
+  const RoundSpec all_well = round;
+  round.tokens[0].topk_ids[1] = 4;
+  ranks.run(round);
+  ASSERT_EQ(ranks.report(0).num_dropped_ids, 1U);
+  ranks.report(0).num_dropped_ids = 0;
+  ranks.prepare(all_well);
+  ASSERT_EQ(gpu::dispatch_send(ranks.dispatch_params(0), {4}, ranks.stream(0)), cudaSuccess);
+  ranks.sync();
+  EXPECT_EQ(ranks.report(0).num_dropped_ids, 0U);
+  expect_no_reports();
+}
+
 TEST(DispatchKernels, TopKFromOneToTheMost) {
   for (const int top_k : {1, 33, exec::kMaxDeviceTopK}) {
     SCOPED_TRACE(top_k);
@@ -168,6 +186,41 @@ TEST(DispatchKernels, TokenCountsOnTheDevice) {
        std::vector<std::vector<std::int32_t>>{{3, 0, 8}, {8, 1, 5}, {0, 0, 0}, {9, -4, 100}}) {
     round.words = words;
     ranks.run(round);
+  }
+}
+
+// Tiles of a few rows less may be longer: they have room.
+TEST(DispatchKernels, MoreRowsThanOneTileForEachBlock) {
+  RanksSpec spec = ranks_of(2, 4, 2, 70);
+  HandMadeRanks ranks(spec, config_of(19));
+  RoundSpec round = round_of(spec, RoutingKind::kUniform, 19);
+  round.max_blocks = 2;
+  ranks.run(round);
+  for (const std::int32_t count : {64, 65, 33}) {
+    round.words = {count, 70};
+    ranks.run(round);
+  }
+}
+
+TEST(Launches, StartEarlyWhereDeviceAndDriverCan) {
+  static_assert(gpu::early_start(8, 13000) == gpu::EarlyStart::kNever);
+  static_assert(gpu::early_start(9, 12020) == gpu::EarlyStart::kOutsideCaptures);
+  static_assert(gpu::early_start(9, 12030) == gpu::EarlyStart::kAlways);
+  static_assert(gpu::early_start(10, 13000) == gpu::EarlyStart::kAlways);
+}
+
+TEST(Tiles, BlocksHaveAsMuchToDoAsOthers) {
+  EXPECT_EQ(gpu::tile_rows(8192, 228), 18);  // not 256 tiles of 32
+  EXPECT_EQ(gpu::tile_rows(64, 2), 32);
+  EXPECT_EQ(gpu::tile_rows(65, 2), 17);
+  EXPECT_EQ(gpu::tile_rows(1, 2), 1);
+  EXPECT_EQ(gpu::tile_rows(0, 2), 1);
+  for (const std::int64_t num_blocks : {1, 2, 7, 228}) {
+    for (std::int64_t rows = 1; rows < 2000; ++rows) {
+      const int of_tile = gpu::tile_rows(rows, num_blocks);
+      ASSERT_LE(of_tile, gpu::max_tile_rows(rows, num_blocks));
+      ASSERT_LE((rows + of_tile - 1) / of_tile, num_blocks + (rows + 31) / 32);
+    }
   }
 }
 
@@ -335,7 +388,7 @@ TEST_F(FailingRound, AnArrangeWithoutALimitWaitsUntilKernelsHaveFailed) {
   signal.counts = {};
   cudaStream_t other = nullptr;
   ASSERT_EQ(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking), cudaSuccess);
-  ASSERT_EQ(gpu::signal(signal, other), cudaSuccess);
+  ASSERT_EQ(gpu::signal(signal, {1}, other), cudaSuccess);
   ranks.sync();
   EXPECT_EQ(cudaStreamSynchronize(other), cudaSuccess);
   EXPECT_EQ(cudaStreamDestroy(other), cudaSuccess);

@@ -130,8 +130,9 @@ HandMadeRanks::HandMadeRanks(const RanksSpec& spec, cudasim::Config config, bool
     rank.slot = rank.zeros<exec::DeviceSlot>(1, "slot");
     rank.report = rank.pin<exec::DeviceReport>();
     rank.abort_word = rank.pin<std::uint32_t>();
-    rank.tiles.stride = std::max(spec.num_ranks, map_.max_local_experts);
-    rank.tiles.words = rank.zeros<std::uint64_t>(kMaxTiles * rank.tiles.stride, "tile words");
+    rank.tiles.stride = kMaxTiles;
+    const std::int64_t num_columns = std::max(spec.num_ranks, map_.max_local_experts);
+    rank.tiles.words = rank.zeros<std::uint64_t>(num_columns * kMaxTiles, "tile words");
     const std::int64_t per_token = std::min(spec.top_k, spec.num_ranks);
     const std::int64_t max_pairs = std::min(spec.top_k, map_.max_local_experts);
     const std::int64_t num_local = map_.max_local_experts;
@@ -404,12 +405,12 @@ void HandMadeRanks::run(const RoundSpec& round) {
     }
     check(cudaDeviceSynchronize());  // a memset itself does not wait
   }
-  const gpu::GridLimit limit{round.max_blocks};
+  const gpu::LaunchLimits limit{round.max_blocks};
   for (int r = 0; r < spec_.num_ranks; ++r) {
     if (!is_active(r)) continue;
     const cudaStream_t stream = this->stream(r);
     check(gpu::dispatch_send(dispatch_params(r), limit, stream));
-    if (round.is_split) check(gpu::signal(signal_params(r), stream));
+    if (round.is_split) check(gpu::signal(signal_params(r), limit, stream));
     check(gpu::arrange(arrange_params(r), limit, stream));
     check(gpu::describe_rows(describe_params(r), limit, stream));
   }

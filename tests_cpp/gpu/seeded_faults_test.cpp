@@ -50,6 +50,13 @@ FaultScenario staged() {
   s.in_place = false;
   return s;
 }
+// Each kernel of a round has several blocks.
+FaultScenario more_tokens() {
+  FaultScenario s = staged();
+  s.name = "more_tokens";
+  s.tokens = 12;
+  return s;
+}
 FaultScenario split() {
   FaultScenario s = base();
   s.name = "split";
@@ -135,9 +142,9 @@ FaultScenario long_tiles() {
 }
 
 using MakeScenario = FaultScenario (*)();
-constexpr MakeScenario kAll[] = {by_rank,    staged,    split,     crowded,           masked,
-                                 counted,    by_expert, kept_open, kept_open_by_rank, packed,
-                                 many_tiles, long_tiles};
+constexpr MakeScenario kAll[] = {by_rank, staged,     more_tokens, split,     crowded,
+                                 masked,  counted,    by_expert,   kept_open, kept_open_by_rank,
+                                 packed,  many_tiles, long_tiles};
 constexpr std::uint64_t kSeeds[] = {1, 2, 3, 4, 5, 6};
 
 /// What comes out without a fault.
@@ -223,6 +230,7 @@ void PrintTo(const SeededFault& seeded, std::ostream* out) { *out << seeded.name
   SeededFault { Fault::name, #name, scenario, sign }
 const SeededFault kFaults[] = {
     // flags.cuh
+    FANFOLD_FAULT(kDoesNotWaitForKernel, by_rank, "race"),
     FANFOLD_FAULT(kNoBarrierBeforeCount, staged, "race"),
     FANFOLD_FAULT(kRelaxedCount, staged, "race"),
     FANFOLD_FAULT(kNoFenceBeforeEpoch, by_rank, "race"),
@@ -238,6 +246,7 @@ const SeededFault kFaults[] = {
     FANFOLD_FAULT(kLooksBackOnce, many_tiles, "result"),
     FANFOLD_FAULT(kNoBarrierBeforeBallot, by_rank, "race"),
     FANFOLD_FAULT(kPlacesFromOne, by_rank, "result"),
+    FANFOLD_FAULT(kPlacesOfNextColumn, by_expert, "result"),
     // rows.cuh
     FANFOLD_FAULT(kDropsLastUnit, by_rank, "result"),
     // dispatch_send.cu
@@ -262,7 +271,7 @@ const SeededFault kFaults[] = {
     FANFOLD_FAULT(kSendsOneRowLess, staged, "result"),
     FANFOLD_FAULT(kSendsToNextRow, staged, "result"),
     FANFOLD_FAULT(kAnnouncesFirst, staged, "race"),
-    FANFOLD_FAULT(kCombineCountersStay, staged, "error"),
+    FANFOLD_FAULT(kCombineCountersStay, more_tokens, "race"),
     FANFOLD_FAULT(kCombineDoesNotWait, staged, "race"),
     FANFOLD_FAULT(kLaunchesWhileWaiting, crowded, "error"),
     FANFOLD_FAULT(kListNotReady, by_expert, "race"),

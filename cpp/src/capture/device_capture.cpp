@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/format.h"
+#include "base/keep_forever.h"
 #include "capture/check.h"
 #include "capture/device_errors.h"
 #include "capture/routing_capture_impl.h"
@@ -113,9 +114,8 @@ void DeviceContents::read() {
 class DeviceCapture final : public RoutingCapture::Impl {
  public:
   DeviceCapture(const RoutingCaptureConfig& given, const OpenDevice& open);
-  ~DeviceCapture() override {
-    device_.backend->wait_idle();  // kernels that are under way use this memory
-  }
+  /// Kernels that are under way use this memory: it stays where they could not be waited for.
+  ~DeviceCapture() override;
 
   void check() override { device_.errors->throw_new(); }
 
@@ -136,6 +136,8 @@ class DeviceCapture final : public RoutingCapture::Impl {
   /// Tells kernels of it. The device is idle.
   void upload_rule(const std::vector<std::int32_t>& logical_of_expert);
   bool is_wide(const TensorView& ids) const noexcept;
+  /// No peer is part of this: there is nobody to look for.
+  void wait_idle() { device_.backend->wait_idle([] {}); }
   template <class T>
   static T* at(const std::shared_ptr<std::byte>& memory) noexcept {
     return reinterpret_cast<T*>(memory.get());
@@ -153,6 +155,21 @@ class DeviceCapture final : public RoutingCapture::Impl {
   std::vector<exec::PinnedMemory> places_;
   std::vector<std::shared_ptr<void>> events_;  // by place
 };
+
+DeviceCapture::~DeviceCapture() {
+  try {
+    wait_idle();
+  } catch (...) {
+    for (const auto* memory : {&state_, &logical_, &cells_, &stamps_, &sinks_}) {
+      base::keep_forever(*memory);
+    }
+    for (const auto& sink : Impl::sinks()) {
+      if (sink != nullptr) base::keep_forever(sink->memory);
+    }
+    for (const exec::PinnedMemory& place : places_) base::keep_forever(place.host);
+    base::keep_forever(device_.errors);
+  }
+}
 
 DeviceCapture::DeviceCapture(const RoutingCaptureConfig& given, const OpenDevice& open)
     : Impl(given), place_(config().max_tokens, config().num_layers, spec().row_bytes()) {
@@ -194,14 +211,14 @@ exec::Stream DeviceCapture::to_stream(const std::optional<void*>& stream) const 
 }
 
 void DeviceCapture::check_snapshot(exec::Stream stream) {
-  if (device_.backend->is_capturing(stream)) {
+  if (device_.backend->capture_of(stream) != 0) {
     throw InvalidState("snapshot: expected a stream outside of a graph capture, got one in it");
   }
   device_.errors->throw_new();
 }
 
 void DeviceCapture::start_step(exec::Stream stream) {
-  (void)device_.backend->is_capturing(stream);  // refuses a stream of another device
+  (void)device_.backend->capture_of(stream);  // refuses a stream of another device
   exec::DeviceBeginStepParams params{};
   params.state = at<exec::CaptureState>(state_);
   params.step_id = step_id();
@@ -219,7 +236,7 @@ bool DeviceCapture::is_wide(const TensorView& ids) const noexcept {
 }
 
 void DeviceCapture::write(const Record& record) {
-  (void)device_.backend->is_capturing(record.stream);  // as above
+  (void)device_.backend->capture_of(record.stream);  // as above
   const auto slot = static_cast<std::int64_t>(record.slot);
   exec::DeviceRecordParams params{};
   params.state = at<exec::CaptureState>(state_);
@@ -272,7 +289,7 @@ void DeviceCapture::make_sink(std::size_t slot, Sink& sink, DType dtype, std::in
   const std::vector<std::uint64_t> empty(static_cast<std::size_t>(bytes) / sizeof entry.empty,
                                          entry.empty);
   backend.upload(sink.memory.get(), empty.data(), bytes);
-  backend.wait_idle();  // a kernel may be reading the entries
+  wait_idle();  // a kernel may be reading the entries
   backend.upload(reinterpret_cast<std::byte*>(at<exec::CaptureSink>(sinks_) + slot), &entry,
                  sizeof entry);
   sink_bytes_ += bytes;
@@ -310,7 +327,7 @@ void DeviceCapture::copy(RoutingSnapshot::State& state, exec::Stream stream) {
 }
 
 void DeviceCapture::use_map(const std::vector<std::int32_t>& logical_of_expert) {
-  device_.backend->wait_idle();
+  wait_idle();
   upload_rule(logical_of_expert);
 }
 

@@ -114,7 +114,7 @@ std::int64_t DeviceExchange::num_ids_dropped_by_kernels() const noexcept {
 void DeviceExchange::upload_words() {
   // Of these regions every word must be known: what was there before could look like a count.
   const plan::DeviceRegions& d = workspace_.device;
-  const std::vector<std::uint64_t> tiles(static_cast<std::size_t>(d.num_tiles * d.tile_stride));
+  const std::vector<std::uint64_t> tiles(static_cast<std::size_t>(d.tile_columns * d.num_tiles));
   for (const Slot& slot : slots_) {
     device_->upload(local_at<std::byte>(slot, d.tiles_offset), tiles.data(),
                     static_cast<std::int64_t>(tiles.size() * sizeof tiles[0]));

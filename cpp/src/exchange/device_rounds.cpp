@@ -81,7 +81,7 @@ exec::DeviceCounts DeviceExchange::counts_of(const Slot& slot) const noexcept {
 
 exec::TileWords DeviceExchange::tiles_of(const Slot& slot) const noexcept {
   return {local_at<std::uint64_t>(slot, workspace_.device.tiles_offset),
-          workspace_.device.tile_stride};
+          workspace_.device.num_tiles};
 }
 
 exec::DeviceFlags DeviceExchange::flags_of(const Slot& slot, DevicePhase phase,

@@ -67,15 +67,17 @@ struct alignas(128) DeviceSlot {
   std::int32_t num_tokens;     // T of that round
   std::uint32_t next_tile;     // that no block has taken; 0 between kernels
   std::uint32_t num_done;      // blocks that have no tile left; 0 between kernels
+  std::uint64_t num_told_ids;  // num_dropped_ids as a round of this slot told it last
 };
 
 /// Scratch by which the blocks of one kernel tell each other how many rows their tiles have:
-/// [tiles, stride] words. See gpu/kernels/tiles.cuh, which alone knows what they say.
+/// [columns, stride] words, of max(R, most local experts) columns. See gpu/kernels/tiles.cuh, which
+/// alone knows what they say.
 struct TileWords {
   std::uint64_t* words;
-  std::int64_t stride;  // at least max(R, most local experts)
+  std::int64_t stride;  // at least the tiles of any kernel
 };
-/// Rows of a tile at most; tiles of n rows by a grid of b blocks: at most max(b, ceil(n / 32)).
+/// Rows of a tile at most; n rows are at most b + ceil(n / 32) tiles of a grid of b blocks.
 constexpr int kTileRows = 32;
 
 /// What every phase of a round knows.

@@ -39,8 +39,10 @@ class Backend final : public exec::DeviceBackend {
  public:
   explicit Backend(int device)
       : context_(std::make_shared<const DeviceContext>(device)),
-        limit_{kBlocksPerMultiprocessor *
-               context_->attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)} {}
+        limits_{kBlocksPerMultiprocessor *
+                    context_->attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
+                early_start(context_->attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
+                            driver_version())} {}
 
   int device() const noexcept override { return context_->device(); }
 
@@ -166,8 +168,7 @@ class Backend final : public exec::DeviceBackend {
   }
 
   void signal(const exec::DeviceSignalParams& params, exec::Stream stream) override {
-    const DeviceContext::Current current(*context_);
-    check_call(gpu::signal(params, handle_of(stream)), "launch of signal");
+    launch(gpu::signal, params, stream, "launch of signal");
   }
   void dispatch_send(const exec::DeviceDispatchSendParams& params, exec::Stream stream) override {
     launch(gpu::dispatch_send, params, stream, "launch of dispatch_send");
@@ -203,11 +204,17 @@ class Backend final : public exec::DeviceBackend {
 
   std::int64_t max_tiles(std::int64_t num_rows) const noexcept override {
     const std::int64_t full = (num_rows + exec::kTileRows - 1) / exec::kTileRows;
-    return std::max<std::int64_t>(limit_.max_blocks, full);
+    return limits_.max_blocks + full;
   }
 
  private:
   const Driver& driver() const noexcept { return context_->driver(); }
+
+  static int driver_version() noexcept {
+    int version = 0;  // where it cannot be told, an old one
+    (void)cudaDriverGetVersion(&version);
+    return version;
+  }
 
   // The runtime's stream and the driver's are one type.
   static CUstream handle_of(exec::Stream stream) noexcept { return static_cast<CUstream>(stream); }
@@ -222,10 +229,10 @@ class Backend final : public exec::DeviceBackend {
   }
 
   template <class Params>
-  void launch(cudaError_t (*kernel)(const Params&, GridLimit, cudaStream_t), const Params& params,
-              exec::Stream stream, const char* name) {
+  void launch(cudaError_t (*kernel)(const Params&, LaunchLimits, cudaStream_t),
+              const Params& params, exec::Stream stream, const char* name) {
     const DeviceContext::Current current(*context_);
-    check_call(kernel(params, limit_, handle_of(stream)), name);
+    check_call(kernel(params, limits_, handle_of(stream)), name);
   }
 
   /// As Driver::check: the runtime numbers its errors as the driver does.
@@ -242,7 +249,7 @@ class Backend final : public exec::DeviceBackend {
   }
 
   SharedContext context_;
-  GridLimit limit_;
+  LaunchLimits limits_;
 };
 
 }  // namespace

@@ -83,9 +83,9 @@ void walk_device_slot(const AllToAllConfig& config, Workspace& w, Cursor& slot) 
   d.rows_per_rank_offset = slot.take(std::int64_t{w.num_ranks} * 4);
   const std::int64_t pairs = received * max_pairs(w.top_k, w.max_local_experts);
   d.pairs_offset = slot.take(by_expert ? pairs * kPairBytes : 0);
-  d.tile_stride = std::max(w.num_ranks, w.max_local_experts);
-  d.num_tiles = std::max(kMaxDeviceBlocks, (received + kDeviceTileRows - 1) / kDeviceTileRows);
-  d.tiles_offset = slot.take(d.num_tiles * d.tile_stride * 8);
+  d.tile_columns = std::max(w.num_ranks, w.max_local_experts);
+  d.num_tiles = kMaxDeviceBlocks + (received + kDeviceTileRows - 1) / kDeviceTileRows;
+  d.tiles_offset = slot.take(d.tile_columns * d.num_tiles * 8);
 }
 
 /// What the kernels of all slots share.

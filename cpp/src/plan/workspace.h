@@ -42,9 +42,9 @@ struct DeviceRegions {
   std::int64_t targets_offset = 0;        // [M, P] Target
   std::int64_t rows_per_rank_offset = 0;  // [R] int32
   std::int64_t pairs_offset = 0;          // [R * M, Q] ExpertRow (per expert)
-  std::int64_t tiles_offset = 0;          // [tiles of R * M rows, tile_stride] words
-  std::int64_t tile_stride = 0;           // max(R, L)
-  std::int64_t num_tiles = 0;
+  std::int64_t tiles_offset = 0;          // [tile_columns, num_tiles] words
+  std::int64_t tile_columns = 0;          // max(R, L)
+  std::int64_t num_tiles = 0;             // of R * M rows, at most
   // From the start of the private memory.
   std::int64_t slots_offset = 0;       // [F] DeviceSlot
   std::int64_t control_offset = 0;     // a DeviceControl

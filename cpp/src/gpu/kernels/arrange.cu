@@ -249,7 +249,8 @@ __device__ inline void write_offsets(const Params& p, bool is_empty) {
 /// kernel before this one ended. No block waits for a peer. The last block to end adds up the
 /// offsets and leaves the counters of the slot at 0; nothing else needs resetting.
 __global__ void __launch_bounds__(kThreads, 2) arrange_kernel(const __grid_constant__ Params p) {
-  if (!begin(p.round)) return;
+  const Known* const known = begin(p.round);
+  if (known == nullptr) return;
   struct TileNumbers {
     std::int32_t num_pairs[exec::kTileRows];
     std::int32_t row_at[exec::kTileRows];
@@ -270,7 +271,7 @@ __global__ void __launch_bounds__(kThreads, 2) arrange_kernel(const __grid_const
                       first_columns + most_rows * p.max_pairs,
                       numbers.num_pairs,
                       numbers.row_at};
-  const TileTag tag = tile_tag(p.round.slot->epoch, p.round.control->generation, TileUse::kArrange);
+  const TileTag tag = tile_tag(known->epoch, known->generation, TileUse::kArrange);
   Tile tile;
   while (take_tile(p.round.slot, num_rows, &tile)) {
     read_experts(p, starts, tile, rows);
@@ -285,13 +286,14 @@ __global__ void __launch_bounds__(kThreads, 2) arrange_kernel(const __grid_const
 
 }  // namespace
 
-cudaError_t arrange(const exec::DeviceArrangeParams& params, GridLimit limit, cudaStream_t stream) {
+cudaError_t arrange(const exec::DeviceArrangeParams& params, LaunchLimits limits,
+                    cudaStream_t stream) {
   const std::int64_t num_rows = params.round.num_ranks * params.round.round_max_tokens;
-  const std::int64_t most = limit.max_blocks;
+  const std::int64_t most = limits.max_blocks;
   const std::int64_t num_blocks = num_rows < 1 ? 1 : num_rows < most ? num_rows : most;
-  const int rows = tile_rows(num_rows, num_blocks);
-  return launch_blocks("arrange", arrange_kernel, num_blocks, shared_bytes(params, rows), stream,
-                       params);
+  const int rows = max_tile_rows(num_rows, num_blocks);
+  return launch_blocks("arrange", arrange_kernel, num_blocks, shared_bytes(params, rows), limits,
+                       stream, params);
 }
 
 }  // namespace fanfold::gpu

@@ -37,12 +37,12 @@ __global__ void __launch_bounds__(kThreads, 2) begin_step_kernel(const __grid_co
 
 }  // namespace
 
-cudaError_t begin_step(const exec::DeviceBeginStepParams& params, GridLimit limit,
+cudaError_t begin_step(const exec::DeviceBeginStepParams& params, LaunchLimits limits,
                        cudaStream_t stream) {
   const std::int64_t wanted = (params.num_bytes / 16 + kThreads - 1) / kThreads;
-  const std::int64_t most = limit.max_blocks;
+  const std::int64_t most = limits.max_blocks;
   const std::int64_t num_blocks = wanted < 1 ? 1 : wanted < most ? wanted : most;
-  return launch_blocks("begin_step", begin_step_kernel, num_blocks, 0, stream, params);
+  return launch_blocks("begin_step", begin_step_kernel, num_blocks, 0, limits, stream, params);
 }
 
 }  // namespace fanfold::gpu

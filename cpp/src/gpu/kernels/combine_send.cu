@@ -129,11 +129,12 @@ __global__ void __launch_bounds__(kThreads, 2)
     combine_send_kernel(const __grid_constant__ exec::DeviceCombineSendParams p) {
   FANFOLD_SHARED(ReceivedRows, received);
   FANFOLD_SHARED(Summands[kWarps], summands);
-  if (!begin(p.round)) return;
+  const Known* const known = begin(p.round);
+  if (known == nullptr) return;
   exec::DeviceSlot* const slot = p.round.slot;
-  const std::uint64_t epoch = combine_epoch(*slot);
+  const std::uint64_t epoch = combine_epoch(*known);
   if (has(Fault::kAnnouncesFirst) && blockIdx.x == 0) {
-    announce(p.round, p.flags, epoch, nullptr, slot->num_tokens);
+    announce(p.round, *known, p.flags, epoch, nullptr, known->num_tokens);
   }
   find_received_rows(received, p.rank_counts, p.round.num_ranks);
   const std::int64_t num_rows =
@@ -158,33 +159,33 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (!is_last_block(slot)) return;
   if (!has(Fault::kCombineCountersStay)) reset_counters(slot);
   if (!has(Fault::kAnnouncesFirst)) {
-    announce(p.round, p.flags, epoch, nullptr, slot->num_tokens);
+    announce(p.round, *known, p.flags, epoch, nullptr, known->num_tokens);
   }
   if (p.waits && !has(Fault::kCombineDoesNotWait)) {
-    await(p.round, p.flags, epoch, exec::DeviceCounts{}, slot->num_tokens);
+    await(p.round, *known, p.flags, epoch, exec::DeviceCounts{}, known->num_tokens);
   }
 }
 
 template <DType kY>
-cudaError_t launch_for(const exec::DeviceCombineSendParams& params, GridLimit limit,
+cudaError_t launch_for(const exec::DeviceCombineSendParams& params, LaunchLimits limits,
                        cudaStream_t stream) {
   const std::int64_t num_rows = params.round.num_ranks * params.round.round_max_tokens;
   return launch_blocks("combine_send", combine_send_kernel<kY>,
-                       num_blocks_for<kCopyUnits>(num_rows, params.hidden, limit.max_blocks), 0,
-                       stream, params);
+                       num_blocks_for<kCopyUnits>(num_rows, params.hidden, limits.max_blocks), 0,
+                       limits, stream, params);
 }
 
 }  // namespace
 
-cudaError_t combine_send(const exec::DeviceCombineSendParams& params, GridLimit limit,
+cudaError_t combine_send(const exec::DeviceCombineSendParams& params, LaunchLimits limits,
                          cudaStream_t stream) {
   if (params.y_dtype == DType::kBFloat16) {
-    return launch_for<DType::kBFloat16>(params, limit, stream);
+    return launch_for<DType::kBFloat16>(params, limits, stream);
   }
   if (params.y_dtype == DType::kFloat16) {
-    return launch_for<DType::kFloat16>(params, limit, stream);
+    return launch_for<DType::kFloat16>(params, limits, stream);
   }
-  return launch_for<DType::kFloat32>(params, limit, stream);
+  return launch_for<DType::kFloat32>(params, limits, stream);
 }
 
 }  // namespace fanfold::gpu

@@ -84,13 +84,14 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 }  // namespace
 
-cudaError_t copy_snapshot(const exec::DeviceSnapshotParams& params, GridLimit limit,
+cudaError_t copy_snapshot(const exec::DeviceSnapshotParams& params, LaunchLimits limits,
                           cudaStream_t stream) {
   const std::int64_t num_cells = params.num_tokens * params.num_layers;
   const std::int64_t wanted = (num_cells + kThreads - 1) / kThreads;
-  const std::int64_t most = limit.max_blocks;
+  const std::int64_t most = limits.max_blocks;
   const std::int64_t num_blocks = wanted < 1 ? 1 : wanted < most ? wanted : most;
-  return launch_blocks("copy_snapshot", copy_snapshot_kernel, num_blocks, 0, stream, params);
+  return launch_blocks("copy_snapshot", copy_snapshot_kernel, num_blocks, 0, limits, stream,
+                       params);
 }
 
 }  // namespace fanfold::gpu

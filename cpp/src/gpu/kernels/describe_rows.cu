@@ -13,7 +13,7 @@ namespace {
 /// Waits for nobody; nothing needs resetting.
 __global__ void __launch_bounds__(kThreads, 2)
     describe_rows_kernel(const __grid_constant__ exec::DeviceDescribeParams p) {
-  if (!begin(p.round)) return;
+  if (begin(p.round) == nullptr) return;
   const std::int64_t m = p.round.round_max_tokens;
   const std::int64_t num_rows = p.round.num_ranks * m;
   const std::int64_t num_threads = std::int64_t{gridDim.x} * kThreads;
@@ -43,13 +43,14 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 }  // namespace
 
-cudaError_t describe_rows(const exec::DeviceDescribeParams& params, GridLimit limit,
+cudaError_t describe_rows(const exec::DeviceDescribeParams& params, LaunchLimits limits,
                           cudaStream_t stream) {
   const std::int64_t num_rows = params.round.num_ranks * params.round.round_max_tokens;
   const std::int64_t wanted = (num_rows + kThreads - 1) / kThreads;
-  const std::int64_t most = limit.max_blocks;
+  const std::int64_t most = limits.max_blocks;
   const std::int64_t num_blocks = wanted < 1 ? 1 : wanted < most ? wanted : most;
-  return launch_blocks("describe_rows", describe_rows_kernel, num_blocks, 0, stream, params);
+  return launch_blocks("describe_rows", describe_rows_kernel, num_blocks, 0, limits, stream,
+                       params);
 }
 
 }  // namespace fanfold::gpu

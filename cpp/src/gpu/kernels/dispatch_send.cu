@@ -60,7 +60,8 @@ __device__ inline std::int32_t copy_for(const exec::DeviceRound& round, std::int
 }
 
 /// Reads the ids of a tile; which ranks do they name?
-__device__ inline void read_ids(const Params& p, const Tile& tile, const TileRows& rows) {
+__device__ inline void read_ids(const Params& p, const Known& known, const Tile& tile,
+                                const TileRows& rows) {
   const int top_k = p.round.top_k;
   std::uint64_t num_dropped = 0;
   for (int at = static_cast<int>(threadIdx.x); at < tile.rows * top_k; at += kThreads) {
@@ -78,7 +79,7 @@ __device__ inline void read_ids(const Params& p, const Tile& tile, const TileRow
     } else {
       id = copy_for(p.round, given, token);
       const std::int32_t host = p.round.rank_of[id];
-      if (p.round.is_active[host] != 0 || has(Fault::kSendsToInactive)) {
+      if (known.is_active[host] || has(Fault::kSendsToInactive)) {
         rank = static_cast<std::int16_t>(host);
       }
     }
@@ -94,11 +95,11 @@ __device__ inline void read_ids(const Params& p, const Tile& tile, const TileRow
 }
 
 /// Works out the targets of a tile's tokens; false when kernels have failed.
-__device__ inline bool find_targets(const Params& p, const TileTag& tag, const Tile& tile,
-                                    const TileRows& rows) {
+__device__ inline bool find_targets(const Params& p, const Known& known, const TileTag& tag,
+                                    const Tile& tile, const TileRows& rows) {
   FANFOLD_SHARED(TileBits, bits);
   const int per_token = max_targets(p);
-  read_ids(p, tile, rows);
+  read_ids(p, known, tile, rows);
   if (!has(Fault::kNoBarrierBeforeKeys)) __syncthreads();
   const auto place = [&](int row, std::int32_t rank, std::int32_t place_there) {
     const int at = row * per_token + columns_before(bits, row, rank);
@@ -141,8 +142,9 @@ __device__ inline void read_targets(const Params& p, const Tile& tile, const Til
 }
 
 /// The store of this slot in a rank's window.
-__device__ inline std::byte* store_of(const exec::DeviceRound& round, int rank) {
-  return round.windows[rank] + round.store_offset;
+__device__ inline std::byte* store_of(const exec::DeviceRound& round, const Known& known,
+                                      int rank) {
+  return known.windows[rank] + round.store_offset;
 }
 
 /// Row of the regions on `rank` where this rank's row `place` lies.
@@ -153,8 +155,8 @@ __device__ inline std::int64_t row_on(const exec::DeviceRound& round, int rank,
 }
 
 /// One warp: ids, weights and number of a token, to all its targets.
-__device__ inline void push_indices(const Params& p, const Tile& tile, const TileRows& rows,
-                                    int row) {
+__device__ inline void push_indices(const Params& p, const Known& known, const Tile& tile,
+                                    const TileRows& rows, int row) {
   const int top_k = p.round.top_k;
   const int num_targets = rows.num_targets[row];
   const std::int32_t token = tile.first + row;
@@ -162,7 +164,7 @@ __device__ inline void push_indices(const Params& p, const Tile& tile, const Til
     const int target = row * max_targets(p) + at / top_k;
     const int k = at % top_k;
     const int rank = rows.ranks[target];
-    std::byte* const store = store_of(p.round, rank);
+    std::byte* const store = store_of(p.round, known, rank);
     const std::int64_t to = row_on(p.round, rank, rows.places[target]) * top_k + k;
     reinterpret_cast<std::int32_t*>(store + p.topk_ids_offset)[to] = rows.ids[row * top_k + k];
     if (p.topk_weights != nullptr) {
@@ -174,14 +176,15 @@ __device__ inline void push_indices(const Params& p, const Tile& tile, const Til
     const int target = row * max_targets(p) + i;
     const int rank = rows.ranks[target];
     auto* const tokens =
-        reinterpret_cast<std::int32_t*>(store_of(p.round, rank) + p.source_token_offset);
+        reinterpret_cast<std::int32_t*>(store_of(p.round, known, rank) + p.source_token_offset);
     tokens[row_on(p.round, rank, rows.places[target])] = token;
   }
 }
 
 /// One warp: one segment of a token's row, to all its targets.
-__device__ inline void push_segment(const Params& p, const exec::DevicePayload& payload,
-                                    const Tile& tile, const TileRows& rows, int row, int segment) {
+__device__ inline void push_segment(const Params& p, const Known& known,
+                                    const exec::DevicePayload& payload, const Tile& tile,
+                                    const TileRows& rows, int row, int segment) {
   const std::int64_t skipped = segment * kSegmentBytes;
   const std::byte* const from =
       payload.rows + (std::int64_t{tile.first} + row) * payload.row_stride_bytes + skipped;
@@ -193,7 +196,7 @@ __device__ inline void push_segment(const Params& p, const exec::DevicePayload& 
     if (static_cast<int>(lane_id()) < num) {
       const int target = row * max_targets(p) + first + static_cast<int>(lane_id());
       const int rank = rows.ranks[target];
-      to = store_of(p.round, rank) + payload.region_offset +
+      to = store_of(p.round, known, rank) + payload.region_offset +
            row_on(p.round, rank, rows.places[target]) * payload.region_stride_bytes + skipped;
     }
     copy_segment(from, to, num, bytes, payload.unit);
@@ -201,10 +204,11 @@ __device__ inline void push_segment(const Params& p, const exec::DevicePayload& 
 }
 
 /// Warps take turns at all there is to push: rows of indices, then segments of each payload.
-__device__ inline void push_tile(const Params& p, const Tile& tile, const TileRows& rows) {
+__device__ inline void push_tile(const Params& p, const Known& known, const Tile& tile,
+                                 const TileRows& rows) {
   int item = static_cast<int>(threadIdx.x) / 32;
   if (!p.is_routed) {
-    for (; item < tile.rows; item += kWarps) push_indices(p, tile, rows, item);
+    for (; item < tile.rows; item += kWarps) push_indices(p, known, tile, rows, item);
     item -= tile.rows;
   }
   for (int i = 0; i < p.num_payloads; ++i) {
@@ -213,10 +217,20 @@ __device__ inline void push_tile(const Params& p, const Tile& tile, const TileRo
     const int num_items = tile.rows * num_segments;
     for (; item < num_items; item += kWarps) {
       const int row = item / num_segments;
-      push_segment(p, payload, tile, rows, row, item - row * num_segments);
+      push_segment(p, known, payload, tile, rows, row, item - row * num_segments);
     }
     item -= num_items;
   }
+}
+
+/// Tells the host how many ids were dropped, if it does not know: behind the flags, whose fence
+/// would else wait until the host's memory has it. One thread of the last block.
+__device__ inline void tell_dropped_ids(const exec::DeviceRound& round) {
+  if (threadIdx.x != 0) return;
+  const std::uint64_t num_dropped = ld_relaxed_gpu(&round.control->num_dropped_ids);
+  if (num_dropped == round.slot->num_told_ids) return;
+  round.slot->num_told_ids = num_dropped;
+  st_relaxed_sys(&round.report->num_dropped_ids, num_dropped);
 }
 
 /// Any grid. Blocks take tiles of at most 32 tokens: read their ids, agree with the other blocks on
@@ -226,20 +240,21 @@ __device__ inline void push_tile(const Params& p, const Tile& tile, const TileRo
 /// It also leaves the counters of the slot at 0; nothing else needs resetting.
 __global__ void __launch_bounds__(kThreads, 2)
     dispatch_send_kernel(const __grid_constant__ Params p) {
-  if (!begin(p.round)) return;
+  const Known* const known = begin(p.round);
+  if (known == nullptr) return;
   struct NumTargets {
     std::int32_t of[exec::kTileRows];
   };
   FANFOLD_SHARED(NumTargets, num_targets);
   FANFOLD_DYN_SHARED(std::int32_t, memory);
   exec::DeviceSlot* const slot = p.round.slot;
-  const std::uint64_t epoch = slot->epoch + 1;
+  const std::uint64_t epoch = known->epoch + 1;
   auto num_tokens = static_cast<std::int32_t>(p.num_tokens);
   if (p.num_tokens_word != nullptr) {
     const std::int32_t wanted = *p.num_tokens_word;
     num_tokens = has(Fault::kTokensOfWord) ? wanted : max(0, min(wanted, num_tokens));
   }
-  const TileTag tag = tile_tag(epoch, p.round.control->generation, TileUse::kDispatch);
+  const TileTag tag = tile_tag(epoch, known->generation, TileUse::kDispatch);
   const std::int64_t most_rows = tile_rows(num_tokens, gridDim.x);
   std::int32_t* const places = memory + most_rows * p.round.top_k;
   auto* const ranks = reinterpret_cast<std::int16_t*>(places + most_rows * max_targets(p));
@@ -248,13 +263,14 @@ __global__ void __launch_bounds__(kThreads, 2)
   while (take_tile(slot, num_tokens, &tile)) {
     if (p.is_routed) {
       read_targets(p, tile, rows);
-    } else if (!find_targets(p, tag, tile, rows)) {
+    } else if (!find_targets(p, *known, tag, tile, rows)) {
       return;
     }
-    push_tile(p, tile, rows);
+    push_tile(p, *known, tile, rows);
   }
-  // Not where peers are waited for: where several ranks share a device, blocks of this rank's next
-  // kernel would take the place of the kernels that it waits for.
+  // Not where peers are waited for. Blocks of this rank's next kernel would fill the device, and
+  // what the peers wait for might not start: another rank's kernel, if they share the device, or
+  // one of this rank on another stream, if the peer has begun its rounds in another order.
   if (!p.waits) grid_dependency_launch();
   if (!is_last_block(slot) && !has(Fault::kEveryBlockAnnounces)) return;
   if (num_tokens == 0 && !p.is_routed) {
@@ -266,25 +282,24 @@ __global__ void __launch_bounds__(kThreads, 2)
     slot->epoch = epoch;
     slot->num_tokens = num_tokens;
     slot->num_combines = 0;
-    st_relaxed_sys(&p.round.report->num_dropped_ids,
-                   ld_relaxed_gpu(&p.round.control->num_dropped_ids));
   }
   if (!has(Fault::kCountersStay)) reset_counters(slot);
   __syncthreads();
-  announce(p.round, p.flags, epoch, p.rows_per_rank, num_tokens);
-  if (p.waits) await(p.round, p.flags, epoch, p.counts, num_tokens);
+  announce(p.round, *known, p.flags, epoch, p.rows_per_rank, num_tokens);
+  tell_dropped_ids(p.round);
+  if (p.waits) await(p.round, *known, p.flags, epoch, p.counts, num_tokens);
 }
 
 }  // namespace
 
-cudaError_t dispatch_send(const exec::DeviceDispatchSendParams& params, GridLimit limit,
+cudaError_t dispatch_send(const exec::DeviceDispatchSendParams& params, LaunchLimits limits,
                           cudaStream_t stream) {
-  const std::int64_t most = limit.max_blocks;
+  const std::int64_t most = limits.max_blocks;
   const std::int64_t wanted = params.num_tokens < 1 ? 1 : params.num_tokens;
   const std::int64_t num_blocks = wanted < most ? wanted : most;
-  const int rows = tile_rows(params.num_tokens, num_blocks);
+  const int rows = max_tile_rows(params.num_tokens, num_blocks);
   return launch_blocks("dispatch_send", dispatch_send_kernel, num_blocks,
-                       shared_bytes(params, rows), stream, params);
+                       shared_bytes(params, rows), limits, stream, params);
 }
 
 }  // namespace fanfold::gpu

@@ -14,6 +14,7 @@ namespace fanfold::gpu {
 enum class Fault : int {
   kNone,
   // flags.cuh
+  kDoesNotWaitForKernel,  // words of the kernel before are read while it runs
   kNoBarrierBeforeCount,  // a block counts itself while its threads still write
   kRelaxedCount,          // blocks count themselves without release and acquire
   kNoFenceBeforeEpoch,    // the epoch is stored without a fence
@@ -29,6 +30,7 @@ enum class Fault : int {
   kLooksBackOnce,          // only the 32 tiles before are added
   kNoBarrierBeforeBallot,  // columns of rows are read while they are written
   kPlacesFromOne,          // a row's place is one too high
+  kPlacesOfNextColumn,     // the rows before are those of another column
   // rows.cuh
   kDropsLastUnit,  // the last unit of a segment is not copied
   // dispatch_send.cu

@@ -23,14 +23,51 @@ namespace fanfold::gpu {
 constexpr int kThreads = 256;  // of every block
 constexpr int kWarps = kThreads / 32;
 
-/// Waits for the kernel before it. False, for all threads, once kernels have failed: then they do
-/// nothing, and all that they would have written stays as it is.
-__device__ inline bool begin(const exec::DeviceRound& round) {
-  FANFOLD_SHARED(std::uint32_t, has_failed);
-  grid_dependency_wait();
-  if (threadIdx.x == 0) has_failed = ld_relaxed_gpu(&round.control->has_failed);
+/// What a block knows from its start, in shared memory.
+struct Known {
+  // Of the tables that the host changes only while the device is idle.
+  std::byte* windows[exec::kMaxDeviceRanks];
+  bool is_active[exec::kMaxDeviceRanks];
+  std::uint32_t generation;
+  std::uint32_t placement_version;
+  std::uint32_t mask_digest;
+  // As the kernel before has left it.
+  std::uint32_t has_failed;
+  std::uint64_t epoch;
+  std::uint32_t num_combines;
+  std::int32_t num_tokens;
+};
+static_assert(exec::kMaxDeviceRanks <= kThreads);
+
+/// Waits for the kernel before it, and meanwhile for what does not depend on that one: a round of
+/// few tokens is a chain of waits for memory, each of which shows. Null, for all threads, once
+/// kernels have failed: then they do nothing, and all that they would have written stays as it is.
+__device__ inline const Known* begin(const exec::DeviceRound& round) {
+  FANFOLD_SHARED(Known, known);
+  const int rank = static_cast<int>(threadIdx.x);
+  const bool is_rank = rank < round.num_ranks;
+  std::byte* const window = is_rank ? round.windows[rank] : nullptr;
+  const bool is_active = is_rank && round.is_active[rank] != 0;
+  const std::uint32_t generation = round.control->generation;
+  const std::uint32_t placement_version = round.control->placement_version;
+  const std::uint32_t mask_digest = round.control->mask_digest;
+  if (!has(Fault::kDoesNotWaitForKernel)) grid_dependency_wait();
+  if (rank == 0) {
+    const std::uint32_t has_failed = ld_relaxed_gpu(&round.control->has_failed);
+    known.epoch = round.slot->epoch;
+    known.num_combines = round.slot->num_combines;
+    known.num_tokens = round.slot->num_tokens;
+    known.has_failed = has_failed;
+    known.generation = generation;
+    known.placement_version = placement_version;
+    known.mask_digest = mask_digest;
+  }
+  if (is_rank) {
+    known.windows[rank] = window;
+    known.is_active[rank] = is_active;
+  }
   __syncthreads();
-  return has_failed == 0;
+  return known.has_failed == 0 ? &known : nullptr;
 }
 
 /// Counts this block as done; whether it was the last of the grid, whose threads then know all that
@@ -38,6 +75,7 @@ __device__ inline bool begin(const exec::DeviceRound& round) {
 __device__ inline bool is_last_block(std::uint32_t* num_done) {
   FANFOLD_SHARED(std::uint32_t, is_last);
   if (!has(Fault::kNoBarrierBeforeCount)) __syncthreads();
+  if (gridDim.x == 1) return true;
   if (threadIdx.x == 0) {
     const std::uint32_t before = has(Fault::kRelaxedCount) ? atom_add_relaxed_gpu(num_done, 1U)
                                                            : atom_add_acq_rel_gpu(num_done, 1U);
@@ -57,39 +95,39 @@ __device__ inline void reset_counters(exec::DeviceSlot* slot) {
   slot->num_done = 0;
 }
 
-__device__ inline std::uint64_t* line_of(const exec::DeviceRound& round,
-                                         const exec::DeviceFlags& flags, int window, int source) {
-  auto* const lines = reinterpret_cast<std::uint64_t*>(round.windows[window] + flags.offset);
+__device__ inline std::uint64_t* line_of(const Known& known, const exec::DeviceFlags& flags,
+                                         int window, int source) {
+  auto* const lines = reinterpret_cast<std::uint64_t*>(known.windows[window] + flags.offset);
   return lines + std::ptrdiff_t{source} * exec::kFlagWords;
 }
 
 /// The epoch of the combine under way, or of the release, of the slot's round; as
 /// exchange::Slot::combine_epoch.
-__device__ inline std::uint64_t combine_epoch(const exec::DeviceSlot& slot) {
-  return slot.epoch + (std::uint64_t{slot.num_combines} << 48);
+__device__ inline std::uint64_t combine_epoch(const Known& known) {
+  return known.epoch + (std::uint64_t{known.num_combines} << 48);
 }
 
 /// What this rank's line says, but for the counts.
-__device__ inline exec::FlagFields fields_of(const exec::DeviceRound& round,
-                                             const exec::DeviceFlags& flags, std::uint64_t epoch) {
+__device__ inline exec::FlagFields fields_of(const Known& known, const exec::DeviceFlags& flags,
+                                             std::uint64_t epoch) {
   exec::FlagFields fields = flags.fields;
   fields.epoch = epoch;
-  fields.generation = round.control->generation;
-  fields.placement_version = round.control->placement_version;
-  fields.mask_digest = round.control->mask_digest;
+  fields.generation = known.generation;
+  fields.placement_version = known.placement_version;
+  fields.mask_digest = known.mask_digest;
   return fields;
 }
 
 /// Raises this rank's flag in every active peer's window. All threads of one block call it, behind
 /// a barrier that all the announced writes have passed. `rows_per_rank` [R] may be null.
-__device__ inline void announce(const exec::DeviceRound& round, const exec::DeviceFlags& flags,
-                                std::uint64_t epoch, const std::int32_t* rows_per_rank,
-                                std::int32_t num_tokens) {
-  exec::FlagFields fields = fields_of(round, flags, epoch);
+__device__ inline void announce(const exec::DeviceRound& round, const Known& known,
+                                const exec::DeviceFlags& flags, std::uint64_t epoch,
+                                const std::int32_t* rows_per_rank, std::int32_t num_tokens) {
+  exec::FlagFields fields = fields_of(known, flags, epoch);
   fields.num_tokens = static_cast<std::uint32_t>(num_tokens);
   for (int peer = static_cast<int>(threadIdx.x); peer < round.num_ranks; peer += kThreads) {
-    if (peer == round.rank || round.is_active[peer] == 0) continue;
-    std::uint64_t* const line = line_of(round, flags, peer, round.rank);
+    if (peer == round.rank || !known.is_active[peer]) continue;
+    std::uint64_t* const line = line_of(known, flags, peer, round.rank);
     fields.num_rows =
         rows_per_rank == nullptr ? 0 : static_cast<std::uint32_t>(rows_per_rank[peer]);
     fields.sent_ns = static_cast<std::int64_t>(globaltimer_ns());
@@ -146,10 +184,11 @@ __device__ inline bool has_arrived(const std::uint64_t* line, std::uint64_t epoc
 }
 
 /// Waits for `peer`'s flag; false when it did not come, or says another thing than this rank's.
-__device__ inline bool await_peer(const exec::DeviceRound& round, const exec::DeviceFlags& flags,
-                                  const exec::FlagFields& mine, int peer, exec::FlagFields* got) {
+__device__ inline bool await_peer(const exec::DeviceRound& round, const Known& known,
+                                  const exec::DeviceFlags& flags, const exec::FlagFields& mine,
+                                  int peer, exec::FlagFields* got) {
   constexpr unsigned kLooks = 64;  // between two looks at the host's memory
-  const std::uint64_t* const line = line_of(round, flags, round.rank, peer);
+  const std::uint64_t* const line = line_of(known, flags, round.rank, peer);
   const std::uint64_t start = globaltimer_ns();
   for (unsigned look = 1; !has_arrived(line, mine.epoch); ++look) {
     if (look % kLooks == 0) {
@@ -176,21 +215,21 @@ __device__ inline bool await_peer(const exec::DeviceRound& round, const exec::De
 /// Waits for every active peer's flag; false, for all threads, when kernels have failed. All
 /// threads of one block call it. `counts` without `rank_counts`: only the flags. `num_tokens`: this
 /// rank's.
-__device__ inline bool await(const exec::DeviceRound& round, const exec::DeviceFlags& flags,
-                             std::uint64_t epoch, const exec::DeviceCounts& counts,
-                             std::int32_t num_tokens) {
+__device__ inline bool await(const exec::DeviceRound& round, const Known& known,
+                             const exec::DeviceFlags& flags, std::uint64_t epoch,
+                             const exec::DeviceCounts& counts, std::int32_t num_tokens) {
   FANFOLD_SHARED(std::uint32_t, has_failed);
-  const exec::FlagFields mine = fields_of(round, flags, epoch);
+  const exec::FlagFields mine = fields_of(known, flags, epoch);
   for (int peer = static_cast<int>(threadIdx.x); peer < round.num_ranks; peer += kThreads) {
     std::int32_t num_rows = 0;
     std::int32_t their_tokens = 0;
     if (peer == round.rank) {
       num_rows = counts.rank_counts == nullptr ? 0 : counts.rows_per_rank[peer];
       their_tokens = num_tokens;
-    } else if (round.is_active[peer] != 0 &&
+    } else if (known.is_active[peer] &&
                !(has(Fault::kSkipsLastPeer) && peer == round.num_ranks - 1)) {
       exec::FlagFields got;
-      if (!await_peer(round, flags, mine, peer, &got)) break;
+      if (!await_peer(round, known, flags, mine, peer, &got)) break;
       num_rows = static_cast<std::int32_t>(got.num_rows);
       their_tokens = static_cast<std::int32_t>(got.num_tokens);
     }

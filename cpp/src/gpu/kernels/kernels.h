@@ -11,28 +11,42 @@
 
 namespace fanfold::gpu {
 
-/// How many blocks a grid may have where more would only wait: two for each multiprocessor.
-struct GridLimit {
-  int max_blocks;
+/// Where kernels may start before the one ahead of them has ended (programmatic launches).
+enum class EarlyStart { kNever, kOutsideCaptures, kAlways };
+
+/// Devices of compute capability 9.0 know it, graphs since the driver of CUDA 12.3. `driver`: as
+/// cudaDriverGetVersion tells it.
+constexpr EarlyStart early_start(int compute_capability_major, int driver) noexcept {
+  if (compute_capability_major < 9) return EarlyStart::kNever;
+  return driver < 12030 ? EarlyStart::kOutsideCaptures : EarlyStart::kAlways;
+}
+
+/// What launches are held to.
+struct LaunchLimits {
+  int max_blocks;  // of a grid, where more would only wait: two for each multiprocessor
+  EarlyStart early_start = EarlyStart::kAlways;
 };
 
-cudaError_t signal(const exec::DeviceSignalParams& params, cudaStream_t stream);
-cudaError_t dispatch_send(const exec::DeviceDispatchSendParams& params, GridLimit limit,
+cudaError_t signal(const exec::DeviceSignalParams& params, LaunchLimits limits,
+                   cudaStream_t stream);
+cudaError_t dispatch_send(const exec::DeviceDispatchSendParams& params, LaunchLimits limits,
                           cudaStream_t stream);
-cudaError_t arrange(const exec::DeviceArrangeParams& params, GridLimit limit, cudaStream_t stream);
-cudaError_t describe_rows(const exec::DeviceDescribeParams& params, GridLimit limit,
+cudaError_t arrange(const exec::DeviceArrangeParams& params, LaunchLimits limits,
+                    cudaStream_t stream);
+cudaError_t describe_rows(const exec::DeviceDescribeParams& params, LaunchLimits limits,
                           cudaStream_t stream);
-cudaError_t combine_send(const exec::DeviceCombineSendParams& params, GridLimit limit,
+cudaError_t combine_send(const exec::DeviceCombineSendParams& params, LaunchLimits limits,
                          cudaStream_t stream);
-cudaError_t sum_rows(const exec::DeviceSumParams& params, GridLimit limit, cudaStream_t stream);
-cudaError_t pack_rows(const exec::DevicePackParams& params, GridLimit limit, cudaStream_t stream);
-cudaError_t sanitize(const exec::DeviceSanitizeParams& params, GridLimit limit,
+cudaError_t sum_rows(const exec::DeviceSumParams& params, LaunchLimits limits, cudaStream_t stream);
+cudaError_t pack_rows(const exec::DevicePackParams& params, LaunchLimits limits,
+                      cudaStream_t stream);
+cudaError_t sanitize(const exec::DeviceSanitizeParams& params, LaunchLimits limits,
                      cudaStream_t stream);
-cudaError_t begin_step(const exec::DeviceBeginStepParams& params, GridLimit limit,
+cudaError_t begin_step(const exec::DeviceBeginStepParams& params, LaunchLimits limits,
                        cudaStream_t stream);
-cudaError_t record_ids(const exec::DeviceRecordParams& params, GridLimit limit,
+cudaError_t record_ids(const exec::DeviceRecordParams& params, LaunchLimits limits,
                        cudaStream_t stream);
-cudaError_t copy_snapshot(const exec::DeviceSnapshotParams& params, GridLimit limit,
+cudaError_t copy_snapshot(const exec::DeviceSnapshotParams& params, LaunchLimits limits,
                           cudaStream_t stream);
 
 }  // namespace fanfold::gpu

@@ -33,18 +33,20 @@ __global__ void __launch_bounds__(kThreads, 2)
 }
 
 template <DType kRow>
-cudaError_t launch_for(const exec::DevicePackParams& params, GridLimit limit, cudaStream_t stream) {
+cudaError_t launch_for(const exec::DevicePackParams& params, LaunchLimits limits,
+                       cudaStream_t stream) {
   return launch_blocks("pack_rows", pack_rows_kernel<kRow>,
-                       num_blocks_for<kUnits>(params.num_rows, params.hidden, limit.max_blocks), 0,
-                       stream, params);
+                       num_blocks_for<kUnits>(params.num_rows, params.hidden, limits.max_blocks), 0,
+                       limits, stream, params);
 }
 
 }  // namespace
 
-cudaError_t pack_rows(const exec::DevicePackParams& params, GridLimit limit, cudaStream_t stream) {
-  if (params.dtype == DType::kBFloat16) return launch_for<DType::kBFloat16>(params, limit, stream);
-  if (params.dtype == DType::kFloat16) return launch_for<DType::kFloat16>(params, limit, stream);
-  return launch_for<DType::kFloat32>(params, limit, stream);
+cudaError_t pack_rows(const exec::DevicePackParams& params, LaunchLimits limits,
+                      cudaStream_t stream) {
+  if (params.dtype == DType::kBFloat16) return launch_for<DType::kBFloat16>(params, limits, stream);
+  if (params.dtype == DType::kFloat16) return launch_for<DType::kFloat16>(params, limits, stream);
+  return launch_for<DType::kFloat32>(params, limits, stream);
 }
 
 }  // namespace fanfold::gpu

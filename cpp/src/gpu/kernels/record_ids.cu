@@ -331,13 +331,13 @@ __global__ void __launch_bounds__(kThreads, 2) record_ids_kernel(const __grid_co
 
 }  // namespace
 
-cudaError_t record_ids(const exec::DeviceRecordParams& params, GridLimit limit,
+cudaError_t record_ids(const exec::DeviceRecordParams& params, LaunchLimits limits,
                        cudaStream_t stream) {
   if (params.num_rows == 0) return cudaSuccess;
   const std::int64_t wanted = (params.num_rows + kThreads - 1) / kThreads;
-  const std::int64_t most = limit.max_blocks;
-  return launch_blocks("record_ids", record_ids_kernel, wanted < most ? wanted : most, 0, stream,
-                       params);
+  const std::int64_t most = limits.max_blocks;
+  return launch_blocks("record_ids", record_ids_kernel, wanted < most ? wanted : most, 0, limits,
+                       stream, params);
 }
 
 }  // namespace fanfold::gpu

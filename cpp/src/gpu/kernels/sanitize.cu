@@ -59,13 +59,13 @@ __global__ void __launch_bounds__(kThreads, 2) sanitize_kernel(const __grid_cons
 
 }  // namespace
 
-cudaError_t sanitize(const exec::DeviceSanitizeParams& params, GridLimit limit,
+cudaError_t sanitize(const exec::DeviceSanitizeParams& params, LaunchLimits limits,
                      cudaStream_t stream) {
   const std::int64_t num_ids = params.num_sources * params.num_rows * params.top_k;
   const std::int64_t wanted = (num_ids + kThreads - 1) / kThreads;
-  const std::int64_t most = limit.max_blocks;
+  const std::int64_t most = limits.max_blocks;
   const std::int64_t num_blocks = wanted < 1 ? 1 : wanted < most ? wanted : most;
-  return launch_blocks("sanitize", sanitize_kernel, num_blocks, 0, stream, params);
+  return launch_blocks("sanitize", sanitize_kernel, num_blocks, 0, limits, stream, params);
 }
 
 }  // namespace fanfold::gpu

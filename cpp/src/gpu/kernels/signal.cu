@@ -12,18 +12,19 @@ namespace {
 /// of the phase, or does both. Nothing resets the flags: epochs grow.
 __global__ void __launch_bounds__(kThreads, 2)
     signal_kernel(const __grid_constant__ exec::DeviceSignalParams p) {
-  if (!begin(p.round)) return;
-  const exec::DeviceSlot& slot = *p.round.slot;
+  const Known* const known = begin(p.round);
+  if (known == nullptr) return;
   const bool is_dispatch = p.flags.phase == exec::DevicePhase::kDispatch;
-  const std::uint64_t epoch = is_dispatch ? slot.epoch : combine_epoch(slot);
-  if (p.announces) announce(p.round, p.flags, epoch, nullptr, slot.num_tokens);
-  if (p.waits) await(p.round, p.flags, epoch, p.counts, slot.num_tokens);
+  const std::uint64_t epoch = is_dispatch ? known->epoch : combine_epoch(*known);
+  if (p.announces) announce(p.round, *known, p.flags, epoch, nullptr, known->num_tokens);
+  if (p.waits) await(p.round, *known, p.flags, epoch, p.counts, known->num_tokens);
 }
 
 }  // namespace
 
-cudaError_t signal(const exec::DeviceSignalParams& params, cudaStream_t stream) {
-  return launch_blocks("signal", signal_kernel, 1, 0, stream, params);
+cudaError_t signal(const exec::DeviceSignalParams& params, LaunchLimits limits,
+                   cudaStream_t stream) {
+  return launch_blocks("signal", signal_kernel, 1, 0, limits, stream, params);
 }
 
 }  // namespace fanfold::gpu

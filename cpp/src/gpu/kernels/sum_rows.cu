@@ -12,24 +12,24 @@ constexpr int kRows = 4;
 constexpr int kUnits = 2;
 
 /// Row `row` of those that this rank's tokens have on `rank`.
-__device__ const std::byte* pulled_row(const exec::DeviceSumParams& p, std::int32_t rank,
-                                       std::int64_t row) {
+__device__ const std::byte* pulled_row(const exec::DeviceSumParams& p, const Known& known,
+                                       std::int32_t rank, std::int64_t row) {
   const exec::DeviceRound& round = p.round;
   const std::int64_t at = round.rank * round.round_max_tokens * p.rows_per_token + row +
                           (has(Fault::kPullsNextRow) ? 1 : 0);
-  return round.windows[rank] + round.store_offset + p.combine_offset + at * p.row_bytes;
+  return known.windows[rank] + round.store_offset + p.combine_offset + at * p.row_bytes;
 }
 
 /// Lists the rows of a token: one for each of its targets. A warp calls it, together.
-__device__ int list_targets(const exec::DeviceSumParams& p, std::int64_t token, int max_targets,
-                            Summands& summands) {
+__device__ int list_targets(const exec::DeviceSumParams& p, const Known& known, std::int64_t token,
+                            int max_targets, Summands& summands) {
   const plan::Target* const targets = p.targets + token * max_targets;
   int count = 0;
   for (int first = 0; first < max_targets; first += 32) {
     const int at = first + static_cast<int>(lane_id());
     const plan::Target target = at < max_targets ? targets[at] : plan::Target{-1, 0};
     if (target.rank >= 0) {
-      summands.rows[at] = pulled_row(p, target.rank, target.row * p.rows_per_token);
+      summands.rows[at] = pulled_row(p, known, target.rank, target.row * p.rows_per_token);
       summands.weights[at] = 1.0F;
     }
     const unsigned lanes = __ballot_sync(kAllLanes, target.rank >= 0 ? 1 : 0);
@@ -65,8 +65,8 @@ __device__ float merged(const std::int32_t* ids, const float* weights, int k, in
 
 /// Lists the rows of a token, one for each of its experts, k ascending, which lie on a rank in the
 /// order of its experts. A warp calls it, together.
-__device__ int list_experts(const exec::DeviceSumParams& p, std::int64_t token, int max_targets,
-                            Summands& summands) {
+__device__ int list_experts(const exec::DeviceSumParams& p, const Known& known, std::int64_t token,
+                            int max_targets, Summands& summands) {
   const int top_k = p.round.top_k;
   const std::int32_t* const ids = p.sent_ids + token * top_k;
   const float* const weights = p.topk_weights + token * p.weights_stride;
@@ -87,7 +87,7 @@ __device__ int list_experts(const exec::DeviceSumParams& p, std::int64_t token, 
       std::int64_t place = 0;
       for (int i = 0; i < k; ++i) place += ranks[i] == rank ? 1 : 0;
       const int at = count + __popc(lanes & ((1U << lane_id()) - 1));
-      summands.rows[at] = pulled_row(p, rank, row * p.rows_per_token + place);
+      summands.rows[at] = pulled_row(p, known, rank, row * p.rows_per_token + place);
       summands.weights[at] = merged(ids, weights, k, top_k);
     }
     count += __popc(lanes);
@@ -127,12 +127,13 @@ template <DType kRow>
 __global__ void __launch_bounds__(kThreads, 2)
     sum_rows_kernel(const __grid_constant__ exec::DeviceSumParams p) {
   FANFOLD_SHARED(Summands[kWarps], all_summands);
-  if (!begin(p.round)) return;
+  const Known* const known = begin(p.round);
+  if (known == nullptr) return;
   exec::DeviceSlot* const slot = p.round.slot;
-  const std::uint64_t epoch = combine_epoch(*slot);
-  const std::int32_t num_tokens = slot->num_tokens;
+  const std::uint64_t epoch = combine_epoch(*known);
+  const std::int32_t num_tokens = known->num_tokens;
   if (has(Fault::kAcksFirst) && p.acks && blockIdx.x == 0) {
-    announce(p.round, p.ack, epoch, nullptr, num_tokens);
+    announce(p.round, *known, p.ack, epoch, nullptr, num_tokens);
   }
   const int max_targets = min(p.round.top_k, p.round.num_ranks);
   const int hidden = static_cast<int>(p.hidden);
@@ -147,8 +148,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (has(Fault::kRowsBehindStay) && token >= num_tokens) continue;
     int count = 0;
     if (token < num_tokens) {
-      count = p.origin ? list_experts(p, token, max_targets, summands)
-                       : list_targets(p, token, max_targets, summands);
+      count = p.origin ? list_experts(p, *known, token, max_targets, summands)
+                       : list_targets(p, *known, token, max_targets, summands);
     }
     if (has(Fault::kSkipsLastTarget) && count > 0) --count;
     if (has(Fault::kAddsBackwards)) turn(summands, count);
@@ -161,30 +162,33 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   if (!p.acks) grid_dependency_launch();  // see combine_send.cu
   if (!is_last_block(slot)) return;
-  if (p.acks && !has(Fault::kAcksFirst)) announce(p.round, p.ack, epoch, nullptr, num_tokens);
+  if (p.acks && !has(Fault::kAcksFirst))
+    announce(p.round, *known, p.ack, epoch, nullptr, num_tokens);
   reset_counters(slot);
   if (threadIdx.x == 0 && !has(Fault::kCombineNotCounted)) ++slot->num_combines;
-  if (p.acks) await(p.round, p.ack, epoch, exec::DeviceCounts{}, num_tokens);
+  if (p.acks) await(p.round, *known, p.ack, epoch, exec::DeviceCounts{}, num_tokens);
 }
 
 template <DType kRow>
-cudaError_t launch_for(const exec::DeviceSumParams& params, GridLimit limit, cudaStream_t stream) {
+cudaError_t launch_for(const exec::DeviceSumParams& params, LaunchLimits limits,
+                       cudaStream_t stream) {
   return launch_blocks("sum_rows", sum_rows_kernel<kRow>,
-                       num_blocks_for<kUnits>(params.num_tokens, params.hidden, limit.max_blocks),
-                       0, stream, params);
+                       num_blocks_for<kUnits>(params.num_tokens, params.hidden, limits.max_blocks),
+                       0, limits, stream, params);
 }
 
 }  // namespace
 
-cudaError_t sum_rows(const exec::DeviceSumParams& params, GridLimit limit, cudaStream_t stream) {
-  if (params.wire != Wire::kNone) return launch_for<DType::kFloat8E4M3>(params, limit, stream);
+cudaError_t sum_rows(const exec::DeviceSumParams& params, LaunchLimits limits,
+                     cudaStream_t stream) {
+  if (params.wire != Wire::kNone) return launch_for<DType::kFloat8E4M3>(params, limits, stream);
   if (params.combine_dtype == DType::kBFloat16) {
-    return launch_for<DType::kBFloat16>(params, limit, stream);
+    return launch_for<DType::kBFloat16>(params, limits, stream);
   }
   if (params.combine_dtype == DType::kFloat16) {
-    return launch_for<DType::kFloat16>(params, limit, stream);
+    return launch_for<DType::kFloat16>(params, limits, stream);
   }
-  return launch_for<DType::kFloat32>(params, limit, stream);
+  return launch_for<DType::kFloat32>(params, limits, stream);
 }
 
 }  // namespace fanfold::gpu

@@ -16,29 +16,28 @@
 #include "exec/device_params.h"
 #include "gpu/device/device.cuh"
 #include "gpu/kernels/flags.cuh"
+#include "gpu/kernels/tile_rows.h"
 
 namespace fanfold::gpu {
 
 constexpr unsigned kAllLanes = 0xffffffffU;
 
-/// Rows of a tile where a grid of `num_blocks` shares `num_rows` rows: few rows go to many blocks.
-__host__ __device__ constexpr int tile_rows(std::int64_t num_rows, std::int64_t num_blocks) {
-  const std::int64_t rows = (num_rows + num_blocks - 1) / num_blocks;
-  return static_cast<int>(rows < 1 ? 1 : rows > exec::kTileRows ? exec::kTileRows : rows);
-}
-
 struct Tile {
-  std::int32_t index;
-  std::int32_t first;  // row
-  std::int32_t rows;
-  bool is_last;
+  std::int32_t index = -1;
+  std::int32_t first = 0;  // row
+  std::int32_t rows = 0;
+  bool is_last = false;
 };
 
-/// Takes the next tile; false when none is left. All threads call it, and meet in a barrier at
-/// least once between two calls. Shared memory of the tile before is free afterwards.
+/// Takes the tile after `tile`, the block's last one; false when none is left. All threads call it,
+/// and meet in a barrier at least once between two calls. Shared memory of the tile before is free
+/// afterwards.
 __device__ inline bool take_tile(exec::DeviceSlot* slot, std::int32_t num_rows, Tile* tile) {
   FANFOLD_SHARED(std::uint32_t, taken);
-  if (threadIdx.x == 0) taken = atom_add_relaxed_gpu(&slot->next_tile, 1U);
+  if (threadIdx.x == 0) {
+    taken = gridDim.x == 1 ? static_cast<std::uint32_t>(tile->index + 1)  // nobody else takes any
+                           : atom_add_relaxed_gpu(&slot->next_tile, 1U);
+  }
   if (!has(Fault::kNoBarrierBetweenTiles)) __syncthreads();
   const int rows = tile_rows(num_rows, gridDim.x);
   const std::int32_t num_tiles = (num_rows + rows - 1) / rows;
@@ -73,7 +72,7 @@ __device__ inline void publish_count(const exec::TileWords& tiles, const TileTag
                                      std::int32_t tile, std::int32_t column, std::int32_t count,
                                      bool is_inclusive) {
   const std::uint64_t flag = is_inclusive ? std::uint64_t{1} << kCountBits : 0;
-  st_relaxed_gpu(tiles.words + tile * tiles.stride + column,
+  st_relaxed_gpu(tiles.words + column * tiles.stride + tile,
                  (tag.bits << (kCountBits + 1)) | flag | static_cast<std::uint32_t>(count));
 }
 
@@ -95,6 +94,36 @@ __device__ inline bool gives_up(const exec::DeviceRound& round, const TileTag& t
   return __any_sync(kAllLanes, stops) != 0;
 }
 
+/// The word of a column of the tile that lies as many before `last` as this lane says.
+__device__ inline std::uint64_t word_before(const exec::TileWords& tiles, std::int32_t last,
+                                            std::int32_t column) {
+  const std::int32_t at = last - static_cast<std::int32_t>(lane_id());
+  return at < 0 ? 0 : ld_relaxed_gpu(tiles.words + column * tiles.stride + at);
+}
+
+/// What a warp knows of a column from a look at 32 tiles.
+struct Look {
+  bool is_there;     // all that was needed was written
+  bool is_all;       // nothing is left to add
+  std::int32_t sum;  // of these tiles, or of them and all before
+};
+
+/// Of what word_before says. All lanes of a warp call it.
+__device__ inline Look look_at(const TileTag& tag, std::int32_t last, std::uint64_t word) {
+  const std::int32_t at = last - static_cast<std::int32_t>(lane_id());
+  const bool is_there = at < 0 || word >> (kCountBits + 1) == tag.bits;
+  const bool ends = at < 0 || (is_there && ((word >> kCountBits) & 1) != 0);
+  const unsigned there = __ballot_sync(kAllLanes, is_there);
+  const unsigned end = __ballot_sync(kAllLanes, ends);
+  // The lanes up to the first sum over everything before.
+  const unsigned wanted = end == 0 ? kAllLanes : end ^ (end - 1);
+  if ((there & wanted) != wanted) return {false, false, 0};
+  const bool counts = at >= 0 && ((wanted >> lane_id()) & 1) != 0;
+  const std::uint64_t count = word & ((std::uint64_t{1} << kCountBits) - 1);
+  const unsigned sum = __reduce_add_sync(kAllLanes, counts ? static_cast<unsigned>(count) : 0U);
+  return {true, end != 0 || has(Fault::kLooksBackOnce), static_cast<std::int32_t>(sum)};
+}
+
 /// Sums a column over all tiles before `tile`, 32 tiles at a time. All lanes of a warp call it, and
 /// all get the sum. False when kernels have failed.
 __device__ inline bool look_back(const exec::DeviceRound& round, const exec::TileWords& tiles,
@@ -103,26 +132,15 @@ __device__ inline bool look_back(const exec::DeviceRound& round, const exec::Til
   constexpr unsigned kLooks = 64;  // between two looks at the clock
   const std::uint64_t start = globaltimer_ns();
   *sum = 0;
-  unsigned look = 0;
+  unsigned num_looks = 0;
   for (std::int32_t last = tile - 1; last >= 0;) {
-    const std::int32_t at = last - static_cast<std::int32_t>(lane_id());
-    const std::uint64_t word =
-        at < 0 ? 0 : ld_relaxed_gpu(tiles.words + at * tiles.stride + column);
-    const bool is_there = at < 0 || word >> (kCountBits + 1) == tag.bits;
-    const bool ends = at < 0 || (is_there && ((word >> kCountBits) & 1) != 0);
-    const unsigned there = __ballot_sync(kAllLanes, is_there);
-    const unsigned end = __ballot_sync(kAllLanes, ends);
-    // The lanes up to the first sum over everything before.
-    const unsigned wanted = end == 0 ? kAllLanes : end ^ (end - 1);
-    if ((there & wanted) != wanted) {
-      if (++look % kLooks == 0 && gives_up(round, tag, start)) return false;
+    const Look look = look_at(tag, last, word_before(tiles, last, column));
+    if (!look.is_there) {
+      if (++num_looks % kLooks == 0 && gives_up(round, tag, start)) return false;
       continue;
     }
-    const bool counts = at >= 0 && ((wanted >> lane_id()) & 1) != 0;
-    const std::uint64_t count = word & ((std::uint64_t{1} << kCountBits) - 1);
-    *sum += static_cast<std::int32_t>(
-        __reduce_add_sync(kAllLanes, counts ? static_cast<unsigned>(count) : 0U));
-    if (end != 0 || has(Fault::kLooksBackOnce)) return true;
+    *sum += look.sum;
+    if (look.is_all) return true;
     last -= 32;
   }
   return true;
@@ -130,6 +148,7 @@ __device__ inline bool look_back(const exec::DeviceRound& round, const exec::Til
 
 /// Columns that a tile handles at a time, and which rows are in them.
 constexpr int kTileWords = 8;
+static_assert(kTileWords <= kWarps);  // a warp has at most a column for each lane
 struct TileBits {
   std::uint32_t words[kTileWords][exec::kTileRows];
 };
@@ -154,6 +173,7 @@ __device__ inline bool place_rows(const exec::DeviceRound& round, const exec::Ti
                                   TileBits& bits, Place&& place) {
   const int lane = static_cast<int>(lane_id());
   const int warp = static_cast<int>(threadIdx.x) / 32;
+  constexpr int kLooksAtOnce = 4;
   bool is_well = true;
   for (std::int32_t first = 0; first < num_columns; first += 32 * kTileWords) {
     const std::int32_t end = min(num_columns, first + 32 * kTileWords);
@@ -173,22 +193,48 @@ __device__ inline bool place_rows(const exec::DeviceRound& round, const exec::Ti
       const std::uint32_t word = bits.words[(column - first) / 32][lane];
       return __ballot_sync(kAllLanes, static_cast<int>(word >> ((column - first) % 32) & 1));
     };
+    const auto column_of = [&](int i) { return first + warp + i * kWarps; };
     // All counts are told before any is asked for.
-    for (std::int32_t column = first + warp; column < end; column += kWarps) {
-      const unsigned rows = rows_of(column);
-      if (lane == 0) publish_count(tiles, tag, tile.index, column, __popc(rows), tile.index == 0);
+    for (int i = 0; column_of(i) < end; ++i) {
+      const int count = __popc(rows_of(column_of(i)));
+      if (lane == 0) publish_count(tiles, tag, tile.index, column_of(i), count, tile.index == 0);
     }
-    for (std::int32_t column = first + warp; is_well && column < end; column += kWarps) {
-      const unsigned rows = rows_of(column);
+    // Of the warp's column i: lane i has the rows in the tiles before, and bit i whether it has.
+    std::int32_t rows_before = 0;
+    unsigned known = 0;
+    const auto keep = [&](int i, std::int32_t before) {
+      const std::int32_t sum = before + __popc(rows_of(column_of(i)));
+      if (lane == i) rows_before = before;
+      known |= 1U << i;
+      if (lane != 0) return;
+      if (tile.index != 0) publish_count(tiles, tag, tile.index, column_of(i), sum, true);
+      if (tile.is_last) totals[column_of(i)] = sum;
+    };
+    // One look at each column, several on their way at once, is most often enough.
+    for (int i = 0; column_of(i) < end; i += kLooksAtOnce) {
+      std::uint64_t words[kLooksAtOnce];
+      FANFOLD_UNROLL for (int look = 0; look < kLooksAtOnce; ++look) {
+        const std::int32_t column = min(column_of(i + look), end - 1);
+        words[look] = word_before(tiles, tile.index - 1, column);
+      }
+      FANFOLD_UNROLL for (int look = 0; look < kLooksAtOnce; ++look) {
+        const Look seen = look_at(tag, tile.index - 1, words[look]);
+        if (seen.is_all && column_of(i + look) < end) keep(i + look, seen.sum);
+      }
+    }
+    for (int i = 0; is_well && column_of(i) < end; ++i) {
+      if (((known >> i) & 1) != 0) continue;
       std::int32_t before = 0;
-      is_well = look_back(round, tiles, tag, tile.index, column, &before);
-      if (!is_well) break;
-      const std::int32_t sum = before + __popc(rows);
-      if (lane == 0 && tile.index != 0) publish_count(tiles, tag, tile.index, column, sum, true);
-      if (lane == 0 && tile.is_last) totals[column] = sum;
+      is_well = look_back(round, tiles, tag, tile.index, column_of(i), &before);
+      if (is_well) keep(i, before);
+    }
+    for (int i = 0; is_well && column_of(i) < end; ++i) {
+      const unsigned rows = rows_of(column_of(i));
+      const int kept_by = has(Fault::kPlacesOfNextColumn) ? i + 1 : i;
+      const std::int32_t before = __shfl_sync(kAllLanes, rows_before, kept_by);
       if (((rows >> lane) & 1) == 0) continue;
       const unsigned below = has(Fault::kPlacesFromOne) ? (2U << lane) - 1 : (1U << lane) - 1;
-      place(lane, column, before + __popc(rows & below));
+      place(lane, column_of(i), before + __popc(rows & below));
     }
     if (__syncthreads_or(is_well ? 0 : 1) != 0) return false;
   }
