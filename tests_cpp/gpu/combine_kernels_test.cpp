@@ -473,7 +473,7 @@ TEST(PackRowsKernelTest, RowsArePackedAsOnTheCpu) {
           const testing::DeviceMemory device_packed(0, kRows * hidden);
           const testing::DeviceMemory device_scales(0, kRows * scales_row);
           const exec::DevicePackParams params{
-              source.at(),       stride, dtype, hidden, kRows, scale, device_packed.at(),
+              source.at(),       stride, dtype, hidden, kRows, nullptr, scale, device_packed.at(),
               device_scales.at()};
           ASSERT_EQ(gpu::pack_rows(params, {2}, nullptr), cudaSuccess);
           const std::string what = std::string(name_of(dtype)) + ", hidden " +
@@ -485,6 +485,29 @@ TEST(PackRowsKernelTest, RowsArePackedAsOnTheCpu) {
         }
       }
     }
+  }
+}
+
+TEST(PackRowsKernelTest, NoMoreRowsThanTheWordOfTheDeviceSays) {
+  constexpr std::int64_t kRows = 4;
+  constexpr std::int64_t kHidden = 130;
+  const testing::DeviceMemory source(0, Bytes(kRows * kHidden * 4, std::byte{0x3f}));
+  for (const std::int32_t count : {-1, 0, 3, 4, 5}) {
+    start(1);
+    const testing::DeviceMemory word(0, std::vector<std::int32_t>{count});
+    const Bytes before = testing::untouched_bytes(kRows * kHidden);
+    const testing::DeviceMemory packed(0, before);
+    const testing::DeviceMemory scales(0, kRows * 8);
+    const exec::DevicePackParams params{
+        source.at(),         kHidden * 4, DType::kFloat32, kHidden, kRows, word.at<std::int32_t>(),
+        WireScale::kFloat32, packed.at(), scales.at()};
+    ASSERT_EQ(gpu::pack_rows(params, {2}, nullptr), cudaSuccess);
+    const Bytes after = packed.get(0, kRows * kHidden);
+    for (std::int64_t row = 0; row < kRows; ++row) {
+      const auto at = static_cast<std::size_t>(row * kHidden);
+      EXPECT_EQ(after[at] == before[at], row >= count) << count << ", row " << row;
+    }
+    expect_no_reports("count");
   }
 }
 

@@ -189,8 +189,8 @@ inline void add_local_slot(const WorkspaceCase& c, const Workspace& w, int slot,
   add("rows per rank", d.rows_per_rank_offset, c.num_ranks * 4);
   const std::int64_t pairs = c.tokens() * std::min<std::int64_t>(top_k, c.max_local_experts);
   add("pairs", d.pairs_offset, c.by_expert() ? pairs * 12 : 0);
-  // Tiles of up to 32 rows, or as many as blocks; a word for each rank or expert.
-  const std::int64_t tiles = std::max<std::int64_t>(1024, (c.tokens() + 31) / 32);
+  // Tiles of up to 32 rows, and as many as blocks; a word for each rank or expert.
+  const std::int64_t tiles = 1024 + (c.tokens() + 31) / 32;
   add("tiles", d.tiles_offset, tiles * std::max(c.num_ranks, c.max_local_experts) * 8);
 }
 

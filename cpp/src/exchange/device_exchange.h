@@ -81,7 +81,8 @@ class DeviceExchange final : public Exchange {
   static constexpr std::size_t kNumPhases = 4;
 
   void plan_tokens(Slot& slot, const DispatchCall& call) override;
-  void pack_rows(const Slot& slot, const exec::PackRowsParams& params) override;
+  void pack_rows(const Slot& slot, const DispatchInputs& in,
+                 const exec::PackRowsParams& params) override;
   void fill_source_rows(Slot& slot) override;
   void count_experts(Slot& slot) override;
   void fill_offsets(const Slot&) const override {}

@@ -123,9 +123,11 @@ void DeviceExchange::plan_tokens(Slot& slot, const DispatchCall& call) {
   forget_routing(slot);
 }
 
-void DeviceExchange::pack_rows(const Slot& slot, const exec::PackRowsParams& params) {
+void DeviceExchange::pack_rows(const Slot& slot, const DispatchInputs& in,
+                               const exec::PackRowsParams& params) {
   device_->pack_rows({params.rows, params.row_stride_bytes, params.dtype, params.hidden,
-                      params.num_rows, params.wire_scale, params.packed, params.scales},
+                      params.num_rows, static_cast<const std::int32_t*>(in.num_tokens.data),
+                      params.wire_scale, params.packed, params.scales},
                      slot.call_stream);
 }
 

@@ -223,7 +223,7 @@ void Exchange::pack_payload(Slot& slot, const DispatchInputs& in) {
   params.wire_scale = config.wire_scale;
   params.packed = local_base(slot) + workspace_.local_wire_offset;
   params.scales = local_base(slot) + workspace_.local_wire_scales_offset;
-  pack_rows(slot, params);
+  pack_rows(slot, in, params);
   PayloadSpec& packed = slot.payloads[0];
   packed.dtype = DType::kFloat8E4M3;
   packed.row_bytes = params.hidden;

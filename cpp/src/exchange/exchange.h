@@ -219,7 +219,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   // What the fields of a slot are filled with, for `prepare_dispatch`.
   /// Which token goes where. @throws InvalidArgument  an id >= E
   virtual void plan_tokens(Slot& slot, const DispatchCall& call);
-  virtual void pack_rows(const Slot&, const exec::PackRowsParams& params) {
+  virtual void pack_rows(const Slot&, const DispatchInputs&, const exec::PackRowsParams& params) {
     backend_->pack_rows(params);
   }
   /// The slot whose received ids `ids` lie in, of an open round that has them still; else null.

@@ -268,7 +268,8 @@ struct DevicePackParams {
   std::int64_t row_stride_bytes;
   DType dtype;
   std::int64_t hidden;
-  std::int64_t num_rows;
+  std::int64_t num_rows;                // rows given
+  const std::int32_t* num_tokens_word;  // in [1]: rows to pack, if fewer; null: num_rows
   WireScale wire_scale;
   std::byte* packed;  // out [num_rows, hidden]
   std::byte* scales;  // out [num_rows, ceil(hidden / 128)]

@@ -18,8 +18,13 @@ __global__ void __launch_bounds__(kThreads, 2)
   const bool power_of_two = p.wire_scale == WireScale::kUe8m0;
   const std::int64_t scales_bytes = plan::num_wire_blocks(p.hidden) * plan::size_of(p.wire_scale);
   const RowFormat format = {static_cast<int>(p.hidden), 0, power_of_two};
-  const Shares shares = shares_of<kUnits>(p.num_rows, p.hidden);
-  for (std::int64_t item = grid_warp(); item < p.num_rows * shares.num_parts;
+  std::int64_t num_rows = p.num_rows;
+  if (p.num_tokens_word != nullptr) {
+    const std::int64_t wanted = *p.num_tokens_word;
+    num_rows = max(std::int64_t{0}, min(wanted, num_rows));
+  }
+  const Shares shares = shares_of<kUnits>(num_rows, p.hidden);
+  for (std::int64_t item = grid_warp(); item < num_rows * shares.num_parts;
        item += num_grid_warps()) {
     const std::int64_t row = item / shares.num_parts;
     const int first = static_cast<int>(item % shares.num_parts) * shares.part_columns;
