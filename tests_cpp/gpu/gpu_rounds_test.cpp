@@ -107,7 +107,7 @@ TEST(GpuRoundsTest, ManyTokensGoThroughManyBlocks) {
 /// One dispatch and combine of an AllToAll on either device, and all that came of it.
 class Twin {
  public:
-  Twin(Communicator& communicator, AllToAllConfig config, DeviceType device)
+  Twin(Communicator& communicator, const AllToAllConfig& config, DeviceType device)
       : config_(of(config, device)), all_to_all_(communicator, of_rank(config_, communicator)) {}
 
   void run(std::uint64_t seed) {

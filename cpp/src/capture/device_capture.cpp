@@ -137,7 +137,9 @@ class DeviceCapture final : public RoutingCapture::Impl {
   void upload_rule(const std::vector<std::int32_t>& logical_of_expert);
   bool is_wide(const TensorView& ids) const noexcept;
   /// No peer is part of this: there is nobody to look for.
-  void wait_idle() { device_.backend->wait_idle([] {}); }
+  void wait_idle() {
+    device_.backend->wait_idle([] {});
+  }
   template <class T>
   static T* at(const std::shared_ptr<std::byte>& memory) noexcept {
     return reinterpret_cast<T*>(memory.get());

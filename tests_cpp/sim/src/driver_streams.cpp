@@ -69,9 +69,11 @@ CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status) {
   });
 }
 
+// NOLINTBEGIN(readability-identifier-naming,readability-non-const-parameter): the driver's
 CUresult cuStreamGetCaptureInfo_v2(CUstream handle, CUstreamCaptureStatus* status, cuuint64_t* id,
                                    CUgraph* graph, const CUgraphNode** dependencies,
                                    std::size_t* num_dependencies) {
+  // NOLINTEND(readability-identifier-naming,readability-non-const-parameter)
   const CUresult result = cuStreamIsCapturing(handle, status);
   if (result != CUDA_SUCCESS || *status == CU_STREAM_CAPTURE_STATUS_NONE) return result;
   return cudasim::driver_call("cuStreamGetCaptureInfo", [&] {

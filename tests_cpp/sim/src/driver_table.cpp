@@ -9,6 +9,7 @@
 #include "driver_device.h"
 
 // The interface of CUDA 11.3 to 12.2, which cuda.h declares no more.
+// NOLINTNEXTLINE(readability-identifier-naming): the driver's
 extern "C" CUresult cuStreamGetCaptureInfo_v2(CUstream stream, CUstreamCaptureStatus* status,
                                               cuuint64_t* id, CUgraph* graph,
                                               const CUgraphNode** dependencies,
