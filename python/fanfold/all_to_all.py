@@ -31,7 +31,9 @@ class AllToAll(_core.AllToAll):
     the call; the caller orders the streams of one round. Nothing synchronizes but ``host_counts``,
     ``set_active_mask``, ``set_placement``, ``reset``, ``close`` and creation, which a graph capture
     must not hold. A round that is dispatched in a capture must end in it; every rank replays its
-    graphs in one order, and makes no round of its own between.
+    graphs in one order, and makes no round of its own between. Time-outs are those given when the
+    work was enqueued, or captured. Close an exchange, or synchronize, before dropping it: what is
+    enqueued and still waits for a peer is given up.
 
     Strategies: how rows travel. For equal layout, weighting and dtypes, without a wire,
     deterministic, all give the same results bit for bit.

@@ -200,9 +200,13 @@ std::string signs_in_child(MakeScenario make, std::uint64_t seed, Fault fault) {
   return lines;
 }
 
+constexpr const char* kNeedsAccesses =
+    "the simulated device sees no accesses under a sanitizer; preset sim runs this";
+
 class RightKernelsTest : public ::testing::TestWithParam<MakeScenario> {};
 
 TEST_P(RightKernelsTest, ShowNothingAndGiveTheSameEveryTime) {
+  if (!cudasim::sees_accesses()) GTEST_SKIP() << kNeedsAccesses;
   ASSERT_FALSE(right_outcome(GetParam()).has_failed) << right_outcome(GetParam()).text;
   ASSERT_FALSE(right_outcome(GetParam()).results.empty());
   for (const std::uint64_t seed : kSeeds) {
@@ -290,9 +294,7 @@ const SeededFault kFaults[] = {
 class SeededFaultTest : public ::testing::TestWithParam<SeededFault> {};
 
 TEST_P(SeededFaultTest, Shows) {
-  if (!cudasim::sees_accesses()) {
-    GTEST_SKIP() << "the simulated device sees no accesses under a sanitizer; preset sim runs this";
-  }
+  if (!cudasim::sees_accesses()) GTEST_SKIP() << kNeedsAccesses;
   const SeededFault& seeded = GetParam();
   const std::string wanted = seeded.sign;
   std::string seen;

@@ -154,8 +154,9 @@ class FANFOLD_EXPORT AllToAll {
            const AllToAll* workspace_of = nullptr);
   /// Marks this rank as left; never waits for a peer. Prefer `close()`. On a GPU: enqueued work
   /// that waits for a peer is given up, so that what it would have written stays as it was;
-  /// synchronize first. Then waits for all work of the device, since that may use the memory; where
-  /// it cannot, as in a graph capture, the memory stays mapped until the process ends.
+  /// synchronize first. Then, or when the last Received is gone, waits for all work of the device,
+  /// that of ranks that share it included, since it may use the memory; where it cannot, as in a
+  /// graph capture, the memory stays mapped until the process ends.
   ~AllToAll();
   AllToAll(AllToAll&&) noexcept;
   AllToAll& operator=(AllToAll&&) noexcept;
@@ -238,7 +239,7 @@ class FANFOLD_EXPORT AllToAll {
   /// in a graph capture. What was captured before takes the new mask, too, but for rounds along a
   /// routing, which must be captured anew.
   /// @throws InvalidArgument  wrong length, or this rank is masked out.
-  /// @throws InvalidState     a round is open.
+  /// @throws InvalidState     a round is open; a graph capture is under way, which is then invalid.
   void set_active_mask(const std::vector<bool>& active);
   std::vector<bool> active_mask() const;
 
@@ -248,7 +249,7 @@ class FANFOLD_EXPORT AllToAll {
   /// anew.
   /// @throws InvalidArgument  the placements of the ranks differ, or the workspace has no room for
   ///         a rank's experts (see AllToAllConfig::max_local_experts); nothing has changed.
-  /// @throws InvalidState     a round is open.
+  /// @throws InvalidState     a round is open; a graph capture is under way, which is then invalid.
   void set_placement(const Placement& placement,
                      std::optional<std::chrono::nanoseconds> timeout = std::nullopt);
 
@@ -261,13 +262,13 @@ class FANFOLD_EXPORT AllToAll {
   /// a GPU the kernels of all ranks stop waiting, and their next calls throw.
   void abort(const std::string& reason);
   /// Brings a failed AllToAll back: ends all open rounds. Collective over the active ranks, waits;
-  /// on a GPU first for all work of the device. Graph capture: not allowed (InvalidState, nothing
-  /// has changed).
+  /// on a GPU first for all work of the device. Graph capture: not allowed (InvalidState; nothing
+  /// has changed but the capture, which is invalid).
   void reset(std::optional<std::chrono::nanoseconds> timeout = std::nullopt);
   /// Collective: waits until every active rank has called it or has left, then gives the workspace
   /// back. Idempotent. Not the last of those that share a workspace: see the constructor. On a GPU
   /// first waits for all work of the device; what waits for peers then is given up after `timeout`,
-  /// or when they are gone. Graph capture: not allowed (InvalidState, nothing has changed).
+  /// or when they are gone. Graph capture: not allowed (InvalidState, as reset).
   void close(std::optional<std::chrono::nanoseconds> timeout = std::nullopt);
   bool is_closed() const noexcept;
   bool is_failed() const noexcept;

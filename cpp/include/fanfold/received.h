@@ -124,7 +124,8 @@ class FANFOLD_EXPORT Received {
   const TensorView& source_rank() const;   ///< per row int32, -1 in rows without a token
   const TensorView& source_token() const;  ///< per row int32, -1 in rows without a token
   /// Copies the counts and indices; valid for ever. On a GPU to memory that is allocated, on the
-  /// stream of the round's last call; not in a graph capture. May wait for the device.
+  /// stream of the round's last call; not in a graph capture. May wait for the device. `reset` ends
+  /// its use for dispatch there.
   Routing routing() const;
   /// Keeps the memory of all these views mapped while held.
   std::shared_ptr<const void> memory() const;

@@ -169,6 +169,8 @@ class FANFOLD_EXPORT RoutingCapture {
   /// @throws InvalidArgument  `config` contradicts itself; nothing was allocated.
   /// @throws Unsupported      no such GPU, or a build without GPUs.
   explicit RoutingCapture(const RoutingCaptureConfig& config);
+  /// On a GPU: waits for all work of the device. It, its sinks and the tensors that it was given
+  /// must outlive the graphs that hold its calls.
   ~RoutingCapture();
   RoutingCapture(RoutingCapture&&) noexcept;
   RoutingCapture& operator=(RoutingCapture&&) noexcept;

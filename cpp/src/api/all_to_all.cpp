@@ -71,7 +71,7 @@ Received AllToAll::dispatch_recv(const Round& round,
   impl().require_not_failed();
   impl().require_two_phase("dispatch_recv");
   Slot& slot = impl().slot_of(round, SlotState::kSent, "dispatch_recv");
-  impl().exchange().use_stream(slot, stream, "dispatch_recv");
+  impl().use_stream(slot, stream, "dispatch_recv");
   if (stream) slot.stream = *stream;
   return impl().dispatch_recv(round, impl().deadline(timeout));
 }
@@ -110,7 +110,7 @@ void AllToAll::combine(const CombineInputs& inputs, const Round& round) {
   api::check_combine_out(impl().exchange(), slot, inputs,
                          inputs.y.shape[static_cast<std::size_t>(inputs.y.ndim - 1)]);
   const exchange::CombineCall call{&inputs, impl().deadline(inputs.timeout), /*is_whole=*/true};
-  impl().exchange().use_stream(slot, inputs.stream, "combine");
+  impl().use_stream(slot, inputs.stream, "combine");
   impl().combine_send(slot, call);
   impl().combine_recv(slot, call);
 }
@@ -121,7 +121,7 @@ void AllToAll::combine_send(const CombineInputs& inputs, const Round& round) {
   impl().require_two_phase("combine_send");
   Slot& slot = impl().slot_of(round, SlotState::kReceived, "combine_send");
   api::check_results(impl().exchange(), slot, inputs);
-  impl().exchange().use_stream(slot, inputs.stream, "combine_send");
+  impl().use_stream(slot, inputs.stream, "combine_send");
   impl().combine_send(slot, {&inputs, impl().deadline(inputs.timeout)});
 }
 
@@ -131,7 +131,7 @@ void AllToAll::combine_recv(const CombineInputs& inputs, const Round& round) {
   impl().require_two_phase("combine_recv");
   Slot& slot = impl().slot_of(round, SlotState::kCombineSent, "combine_recv");
   api::check_combine_out(impl().exchange(), slot, inputs, slot.hidden);
-  impl().exchange().use_stream(slot, inputs.stream, "combine_recv");
+  impl().use_stream(slot, inputs.stream, "combine_recv");
   CombineInputs resolved = inputs;
   resolved.release = !slot.keeps_open;  // as combine_send said
   impl().combine_recv(slot, {&resolved, impl().deadline(inputs.timeout)});
@@ -146,7 +146,7 @@ void AllToAll::release(const Round& round, std::optional<void*> stream) {
     return;
   }
   Slot& slot = impl().slot_of(round, SlotState::kReceived, "release");
-  impl().exchange().use_stream(slot, stream, "release");
+  impl().use_stream(slot, stream, "release");
   impl().run([&] { impl().exchange().release(slot); });
   slot.state = SlotState::kReleased;
 }

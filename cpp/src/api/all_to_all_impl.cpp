@@ -258,7 +258,7 @@ const Slot* AllToAll::Impl::open_slot() const noexcept {
 Round AllToAll::Impl::dispatch_send(const exchange::DispatchCall& call) {
   Slot& slot = session_->next_slot(exchange_);
   run([&] { session_->settle_next_slot(call.deadline); });
-  exchange_->prepare_dispatch(slot, call);
+  session_->prepare(*exchange_, [&] { exchange_->prepare_dispatch(slot, call); });
   slot.num_tokens_per_rank = call.inputs->num_tokens_per_rank;
   slot.round = session_->next_round();
   slot.epoch = session_->next_epoch();
@@ -314,7 +314,7 @@ void AllToAll::Impl::set_active(const std::vector<bool>& active) {
   }
   require_no_open_round("set_active_mask");
   exchange_->check_no_capture("set_active_mask");
-  run([this] { exchange_->finish_work(); });
+  run([&] { exchange_->finish_work(&active); });
   require_not_failed();
   for (const api::Session::Member& member : session_->members()) member->set_active(active);
   // Members that are closed may have a released round to settle.
@@ -340,7 +340,7 @@ void AllToAll::Impl::set_placement(const Placement& placement, base::Deadline li
   }
   // Before the ranks meet: a peer's next round may wait for this rank on the device that both use.
   exchange_->check_no_capture("set_placement");
-  run([this] { exchange_->finish_work(); });
+  run([this] { exchange_->finish_work(nullptr); });
   require_not_failed();
   api::Fields fields = api::encode(placement);
   fields.insert(fields.begin(), {"AllToAll whose placement is set", str(exchange_->identity())});

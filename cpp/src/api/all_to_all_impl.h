@@ -63,6 +63,9 @@ class AllToAll::Impl {
   exchange::Slot& slot_of(const Round& round, const char* call) const;
   /// … and is in the state that `call` needs.
   exchange::Slot& slot_of(const Round& round, exchange::SlotState expected, const char* call) const;
+  void use_stream(exchange::Slot& slot, const std::optional<void*>& stream, const char* call) {
+    session_->prepare(*exchange_, [&] { exchange_->use_stream(slot, stream, call); });
+  }
   Round dispatch_send(const exchange::DispatchCall& call);
   Received dispatch_recv(const Round& round, base::Deadline deadline);
   void combine_send(exchange::Slot& slot, const exchange::CombineCall& call);

@@ -164,6 +164,10 @@ void check_routing(const exchange::Exchange& exchange, const DispatchInputs& in)
     fail("routing", str("a routing on cuda:", exchange.config().device_index),
          str("one on cuda:", data.device_index));
   }
+  if (exchange.is_on_gpu() && data.generation != exchange.generation()) {
+    fail("routing", str("a routing of generation ", exchange.generation()),
+         str("one of generation ", data.generation, ", whose kernels may have failed"));
+  }
   if (data.mask_digest != exchange.mask_digest()) {
     fail("routing", "a routing made under the present active mask", "one of another mask");
   }

@@ -61,6 +61,17 @@ class Session {
     }
   }
 
+  /// Runs what checks and prepares, after whose errors all goes on, but for those of the device.
+  template <class Body>
+  void prepare(exchange::Exchange& member, Body&& body) {
+    try {
+      body();
+    } catch (const CudaFailure& error) {
+      fail_alone(member, error);
+      throw;
+    }
+  }
+
   std::int64_t next_round() const noexcept {
     return static_cast<std::int64_t>(next_epoch_ - first_epoch_);
   }

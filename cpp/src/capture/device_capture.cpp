@@ -187,6 +187,7 @@ DeviceCapture::DeviceCapture(const RoutingCaptureConfig& given, const OpenDevice
       backend.allocate(config().num_layers * static_cast<std::int64_t>(sizeof(exec::CaptureSink)));
   exec::CaptureState state{};
   state.first_error = exec::kNoCaptureError;
+  state.step = 1;  // of no row: their stamps are 0
   backend.upload(state_.get(), &state, sizeof state);
   upload_rule(config().logical_of_expert);
   std::vector<std::shared_ptr<std::byte>> hosts;

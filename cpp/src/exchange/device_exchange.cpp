@@ -51,7 +51,7 @@ DeviceExchange::DeviceExchange(Setup setup, base::Deadline deadline) : Exchange(
     if (device_->max_tiles(rows) > workspace_.device.num_tiles) {
       throw Unsupported(str("device_index: expected a GPU whose grids have at most ",
                             plan::kMaxDeviceBlocks, " blocks, got one with ",
-                            device_->max_tiles(1)));
+                            device_->max_tiles(0)));
     }
     report_ = device_->allocate_pinned(sizeof(exec::DeviceReport));
     const base::Mapping& mine = window_->own_control();
@@ -168,7 +168,20 @@ void DeviceExchange::check_no_capture(const char* call) const {
   }
 }
 
-void DeviceExchange::finish_work() { device_->wait_idle(loss_watch()); }
+void DeviceExchange::finish_work(const std::vector<bool>* next_active) {
+  const auto look_at = [this](const std::vector<bool>& active) {
+    const std::lock_guard<std::mutex> lock(loss_mutex_);
+    control().set_active(active);
+  };
+  if (next_active == nullptr) return device_->wait_idle(loss_watch());
+  look_at(*next_active);
+  try {
+    device_->wait_idle(loss_watch());
+  } catch (const std::exception&) {
+    look_at(active_);
+    throw;
+  }
+}
 
 void DeviceExchange::set_active(const std::vector<bool>& active) {
   Exchange::set_active(active);
@@ -315,7 +328,9 @@ void DeviceExchange::close(base::Deadline deadline) {
     const std::function<void()> watch = loss_watch();
     device_->wait_idle([&] {
       watch();
-      if (deadline.passed()) control().stop_own_waits();
+      if (!deadline.passed()) return;
+      control().stop_own_waits();
+      window_->leave();  // so that peers whose kernels run here do not wait for this rank
     });
   } catch (const std::exception&) {
     keep_memory();

@@ -48,7 +48,7 @@ class DeviceExchange final : public Exchange {
   void release(Slot& slot) override;
 
   void check_no_capture(const char* call) const override;
-  void finish_work() override;
+  void finish_work(const std::vector<bool>* next_active) override;
   void set_active(const std::vector<bool>& active) override;
   void set_num_workers(int /*num_workers*/) override {}
   void set_placement(const Placement& placement, plan::ExpertMap map, std::uint64_t config_digest,

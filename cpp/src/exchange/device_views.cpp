@@ -38,8 +38,10 @@ void DeviceExchange::use_stream(Slot& slot, const std::optional<void*>& stream, 
                            got));
   }
   // The caller has ordered the streams behind calls, not behind what was asked for since.
-  if (slot.has_late_work) device_->order(slot.call_stream, used);
-  slot.has_late_work = false;
+  if (slot.has_late_work && used != slot.call_stream) {
+    device_->order(slot.call_stream, used);
+    slot.has_late_work = false;
+  }
   slot.call_stream = used;
 }
 
@@ -49,6 +51,8 @@ bool DeviceExchange::has_lost_capture(const Slot& slot) const {
     return device_->capture_of(slot.stream) != slot.capture;
   } catch (const InvalidArgument&) {
     return true;  // nor is the stream there any more
+  } catch (const InvalidState&) {
+    return true;  // an invalid one can only be ended
   }
 }
 
@@ -181,6 +185,7 @@ std::shared_ptr<const Routing::Data> DeviceExchange::copy_routing(Slot& slot) {
     device_->copy(at, static_cast<const std::byte*>(each.from), each.bytes, slot.call_stream);
     at += base::align_up(each.bytes, 128);
   }
+  slot.has_late_work = true;
   std::shared_ptr<Routing::Data> data = start_routing(slot);
   data->plan.num_tokens = tokens;
   data->device = std::move(kept);

@@ -149,7 +149,8 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   virtual void check_no_capture(const char* /*call*/) const {}
   /// Before anything below changes what rounds read: waits for work that is enqueued.
   /// @throws CudaFailure
-  virtual void finish_work() {}
+  /// `next_active`: ranks that will be left out from then on may be gone.
+  virtual void finish_work(const std::vector<bool>* /*next_active*/) {}
   virtual void set_active(const std::vector<bool>& active);
   /// Threads that move rows, the caller's included.
   virtual void set_num_workers(int num_workers);

@@ -35,6 +35,7 @@ struct Routing::Data {
   bool has_weights = false;
   std::int32_t invalid_expert_id = -1;
   std::uint32_t placement_version = 0;
+  std::uint32_t generation = 0;  // of the round that made it
   plan::SendPlan plan;
   std::vector<float> token_weights;         // [T, K] of this rank's tokens (weighting origin)
   std::vector<std::int32_t> rank_counts;    // [R]

@@ -353,6 +353,7 @@ std::shared_ptr<Routing::Data> Exchange::start_routing(const Slot& slot) const {
   data->has_weights = slot.has_weights;
   data->invalid_expert_id = slot.invalid_expert_id;
   data->placement_version = placement_version_;
+  data->generation = slot.generation;
   return data;
 }
 

@@ -48,7 +48,8 @@ class DeviceBackend {
 
   // Streams.
   /// The graph capture that `stream` is in, by a number of its own in the process; 0: none.
-  /// @throws InvalidArgument  not a stream of this device.
+  /// @throws InvalidArgument  not a stream of this device. @throws InvalidState  its capture is
+  ///         invalid.
   virtual std::uint64_t capture_of(Stream stream) const = 0;
   /// @throws InvalidState  a graph capture is under way in which this thread may not wait; it is
   ///         then invalid.

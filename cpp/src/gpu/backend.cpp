@@ -35,6 +35,20 @@ void give_back(const DeviceContext& context, Free&& free) noexcept {
   }
 }
 
+/// While it lives, calls of this thread are none that a capture of another thread's forbids: right
+/// for events that are never captured.
+class BesideCaptures {
+ public:
+  BesideCaptures() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~BesideCaptures() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
+  BesideCaptures(const BesideCaptures&) = delete;
+  BesideCaptures& operator=(const BesideCaptures&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ =
+      cudaStreamCaptureModeRelaxed;  // to use next: this, then what it was
+};
+
 class Backend final : public exec::DeviceBackend {
  public:
   explicit Backend(int device)
@@ -99,6 +113,9 @@ class Backend final : public exec::DeviceBackend {
     driver().check(
         driver().cuStreamGetCaptureInfo(handle_of(stream), &status, &id, nullptr, nullptr, nullptr),
         "cuStreamGetCaptureInfo");
+    if (status == CU_STREAM_CAPTURE_STATUS_INVALIDATED) {
+      throw InvalidState("stream: its graph capture is invalid; end it, and capture anew");
+    }
     return status == CU_STREAM_CAPTURE_STATUS_NONE ? 0 : id + 1;
   }
 
@@ -154,10 +171,12 @@ class Backend final : public exec::DeviceBackend {
   }
   void wait_event(void* event) override {
     const DeviceContext::Current current(*context_);
+    const BesideCaptures beside;
     check_call(cudaEventSynchronize(event_of(event)), "cudaEventSynchronize");
   }
   bool has_passed(void* event) override {
     const DeviceContext::Current current(*context_);
+    const BesideCaptures beside;
     const cudaError_t state = cudaEventQuery(event_of(event));
     if (state == cudaErrorNotReady) {
       (void)cudaGetLastError();  // the caller's next look finds none of ours

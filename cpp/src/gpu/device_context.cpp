@@ -152,9 +152,6 @@ void DeviceContext::wait_idle(base::FunctionRef<void()> look) const {
   }
   waiter.join();
   driver_.check(result, "cuCtxSynchronize");
-  // Once more, for captures of this thread alone.
-  const Current current(*this);
-  driver_.check(driver_.cuCtxSynchronize(), "cuCtxSynchronize");
 }
 
 void DeviceContext::wait(CUstream stream, base::FunctionRef<void()> look) const {
