@@ -48,6 +48,19 @@ TEST_F(GpuCaptureTest, CallsEnqueueAndReadingWaits) {
   expect_error<InvalidState>({"layers 1"}, [&] { (void)snapshot.rows(0, 1); });
 }
 
+TEST_F(GpuCaptureTest, AStepThatWasOnlyCapturedHasRecordedNothing) {
+  RoutingCapture capture(on_gpu(small_capture()));
+  const auto on_stream = static_cast<cudaStream_t>(stream());
+  ASSERT_EQ(cudaStreamBeginCapture(on_stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+  capture.begin_step(3, stream());
+  cudaGraph_t graph = nullptr;
+  ASSERT_EQ(cudaStreamEndCapture(on_stream, &graph), cudaSuccess);
+  ASSERT_EQ(cudaGraphDestroy(graph), cudaSuccess);
+  const RoutingSnapshot snapshot = capture.snapshot(2, stream());
+  EXPECT_EQ(numbers_of(snapshot.array()), Numbers(8, -1));
+  EXPECT_THAT(snapshot.missing_rows(), ElementsAre(2, 2));
+}
+
 // --- Errors, which come late ------------------------------------------------------------------
 
 TEST_F(GpuCaptureTest, AWrongIdIsToldByTheNextLook) {

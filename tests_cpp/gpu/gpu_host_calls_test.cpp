@@ -321,6 +321,27 @@ TEST(GpuHostCallsTest, ARoutingBelongsToItsRank) {
   });
 }
 
+TEST(GpuHostCallsTest, ARoutingEndsWithItsGeneration) {
+  const testing::GpuRanks gpus(1, 1);
+  testing::spawn_ranks(1, [&](Communicator& communicator) {
+    const AllToAllConfig config = gpu_config();
+    AllToAll all_to_all(communicator, config);
+    RoundRun round(all_to_all, plan_of(config, 1));
+    round.dispatch();
+    DispatchInputs inputs;
+    inputs.routing = round.received().routing();
+    inputs.payloads = round.inputs.payloads;
+    inputs.stream = round.stream();
+    round.combine();
+    all_to_all.reset();
+    expect_error<InvalidArgument>(
+        {"routing: expected a routing of generation 1, got one of generation 0"},
+        [&] { (void)all_to_all.dispatch(inputs); });
+    run_round(all_to_all, 2);
+    all_to_all.close();
+  });
+}
+
 TEST(GpuHostCallsTest, ADispatchFreesNoRoutingOfAnEarlierRound) {
   // Both ranks on one device, where to free memory would wait for the other's kernels.
   const testing::GpuRanks gpus(2, 1);
@@ -360,6 +381,7 @@ TEST(GpuHostCallsTest, ACallOnAnotherStreamComesBehindTensorsMadeLate) {
     AllToAll all_to_all(communicator, config);
     testing::TensorBuffer out(DType::kFloat32, 4, {config.hidden});
     out.move_to(0, testing::test_device()->make_stream(0).get());
+    std::vector<Routing> routings;
     for (std::uint64_t seed = 0; seed < 4; ++seed) {
       RoundRun round(all_to_all, plan_of(config, 1, seed));
       round.dispatch_send();
@@ -376,8 +398,11 @@ TEST(GpuHostCallsTest, ACallOnAnotherStreamComesBehindTensorsMadeLate) {
       testing::check_cuda(cudaStreamWaitEvent(static_cast<cudaStream_t>(other.get()), event, 0),
                           "cudaStreamWaitEvent");
       // Behind the event, and before the combine.
-      (void)received.expert_counts();
-      (void)received.source_rank();
+      if (seed % 2 == 0) {
+        (void)received.expert_counts();
+        (void)received.source_rank();
+      }
+      if (seed > 0) routings.push_back(received.routing());
       combine.stream = other.get();
       all_to_all.combine(combine, received.handle());
       testing::check_cuda(cudaStreamSynchronize(static_cast<cudaStream_t>(other.get())),
