@@ -57,6 +57,8 @@ std::int64_t run_rank(Communicator& communicator, const Options& options) {
   const Stream stream;
   DeviceInputs inputs(options);
   const TensorView out = inputs.out();
+  // Making memory waits for the device, where a peer's kernel may wait for this rank.
+  communicator.barrier();
   const auto enqueue = [&] {
     const Received received = on_device.dispatch(inputs.dispatch(stream, /*with_count=*/true));
     CombineInputs combine;
