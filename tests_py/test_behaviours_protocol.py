@@ -310,7 +310,7 @@ def test_signatures_are_stable() -> None:  # S19
         "y", "handle", "out", "topk_weights", "release", "timeout_s", "stream",
     ]  # fmt: skip
     assert parameters(fanfold.AllToAll.sanitize) == [
-        "ids", "counts", "invalid_expert_id", "policy", "out",
+        "ids", "counts", "invalid_expert_id", "policy", "out", "stream",
     ]  # fmt: skip
     creation = inspect.signature(fanfold.AllToAll).parameters
     assert all(
