@@ -111,7 +111,7 @@ void Control::wait_slowly(base::FunctionRef<bool()> ready, const WaitFor& target
         bystander_lost_at = std::min(bystander_lost_at, now);
         const bool counts =
             late || lost.rank == target.rank || now - bystander_lost_at > kBystanderGraceNs;
-        if (counts && !ready()) throw_lost(target, lost);
+        if (counts && !ready()) throw_if_lost(target);
       }
     }
     if (late && !ready()) throw_timeout(target, deadline);
