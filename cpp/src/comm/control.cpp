@@ -203,6 +203,7 @@ Control::Lost Control::find_lost(int first) const {
 
 /// As `find_lost`, only of those who did not leave this object.
 Control::Lost Control::find_dead(int first) const {
+  if (!group_.tells_deaths()) return {};
   for (int i = 0; i < group_.num_ranks(); ++i) {
     const int rank = (first + i) % group_.num_ranks();
     if (rank == group_.rank() || !is_active(rank)) continue;

@@ -56,6 +56,9 @@ class Group {
   /// group; a rank that is not in `members` of its own call passes an empty list and gets null.
   virtual std::unique_ptr<Group> split(const std::vector<int>& members,
                                        base::Deadline deadline) = 0;
+  /// Whether a rank that is lost without having left has died. Of threads nobody can tell: one that
+  /// was told of a loss may end its function as well.
+  virtual bool tells_deaths() const noexcept { return false; }
 
   /// Why `rank` is known to be gone ("its process ended"), or an empty string while it lives.
   /// A system call at most; meant for once in a millisecond, not for the spin phase.

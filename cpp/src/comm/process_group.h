@@ -38,6 +38,7 @@ class ProcessGroup final : public Group {
                                const std::optional<Failure>& failure,
                                base::Deadline deadline) override;
   std::unique_ptr<Group> split(const std::vector<int>& members, base::Deadline deadline) override;
+  bool tells_deaths() const noexcept override { return true; }
   std::string lost_reason(int rank) const override;
   void leave() noexcept override;
   bool is_forked_child() const noexcept override { return guard_.is_child(); }
