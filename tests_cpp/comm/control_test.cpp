@@ -229,28 +229,6 @@ TEST_F(ControlTest, ALostBystanderEndsAWaitWithinASecond) {
   EXPECT_LT(base::now_ns() - start, 1'000'000'000);
 }
 
-TEST_F(ControlTest, ARankThatDiedIsNamedRatherThanOneThatLeftInAnswer) {
-  make(4);
-  EXPECT_FALSE(rank(0).has_peer_died());
-  rank(1).mark_left();
-  EXPECT_FALSE(rank(0).has_peer_died());
-  groups_[2]->leave();
-  EXPECT_TRUE(rank(0).has_peer_died());
-  const auto expect_rank_2 = [](const auto& call) {
-    try {
-      call();
-      FAIL() << "expected PeerLost";
-    } catch (const PeerLost& error) {
-      EXPECT_EQ(error.rank(), 2);
-      EXPECT_THAT(error.what(), HasSubstr("rank 2 is gone: it left the group"));
-    }
-  };
-  expect_rank_2([&] { rank(0).throw_if_lost({0, "check", -1}); });
-  expect_rank_2([&] { rank(0).wait(kNever, {1, "dispatch", 0}, soon()); });
-  rank(0).set_active({true, true, false, true});
-  EXPECT_FALSE(rank(0).has_peer_died());
-}
-
 TEST_F(ControlTest, AnInactiveRankIsNeitherWaitedForNorChecked) {
   make(3);
   rank(2).mark_left();
