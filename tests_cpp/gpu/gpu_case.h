@@ -33,6 +33,16 @@ inline AllToAllConfig of_rank(AllToAllConfig config, const Communicator& communi
   return config;
 }
 
+inline RoundPlan plan_of(const AllToAllConfig& config, int num_ranks, std::uint64_t seed = 1) {
+  return make_round(config, num_ranks, RoutingKind::kUniform, config.max_tokens_per_rank, seed);
+}
+
+inline void run_round(AllToAll& all_to_all, std::uint64_t seed) {
+  RoundRun round(all_to_all, plan_of(all_to_all.config(), all_to_all.num_ranks(), seed));
+  round.dispatch();
+  round.combine();
+}
+
 /// A stream of `index` in a capture from `begin` to `end`, and the graph it makes.
 class Capture {
  public:

@@ -20,19 +20,9 @@ using testing::expect_error;
 using testing::gpu_config;
 using ::testing::HasSubstr;
 using testing::of_rank;
+using testing::plan_of;
 using testing::RoundRun;
-using testing::RoutingKind;
-
-testing::RoundPlan plan_of(const AllToAllConfig& config, int num_ranks, std::uint64_t seed = 1) {
-  return testing::make_round(config, num_ranks, RoutingKind::kUniform, config.max_tokens_per_rank,
-                             seed);
-}
-
-void run_round(AllToAll& all_to_all, std::uint64_t seed) {
-  RoundRun round(all_to_all, plan_of(all_to_all.config(), all_to_all.num_ranks(), seed));
-  round.dispatch();
-  round.combine();
-}
+using testing::run_round;
 
 /// After a failure that every rank knows of.
 void recover(Communicator& communicator, AllToAll& all_to_all) {

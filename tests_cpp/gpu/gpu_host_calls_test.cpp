@@ -23,19 +23,9 @@ using namespace std::chrono_literals;
 using testing::expect_error;
 using testing::gpu_config;
 using testing::of_rank;
+using testing::plan_of;
 using testing::RoundRun;
-using testing::RoutingKind;
-
-testing::RoundPlan plan_of(const AllToAllConfig& config, int num_ranks, std::uint64_t seed = 1) {
-  return testing::make_round(config, num_ranks, RoutingKind::kUniform, config.max_tokens_per_rank,
-                             seed);
-}
-
-void run_round(AllToAll& all_to_all, std::uint64_t seed) {
-  RoundRun round(all_to_all, plan_of(all_to_all.config(), all_to_all.num_ranks(), seed));
-  round.dispatch();
-  round.combine();
-}
+using testing::run_round;
 
 double seconds_of(const std::function<void()>& call) {
   const auto start = std::chrono::steady_clock::now();
@@ -163,6 +153,24 @@ TEST(GpuHostCallsTest, ADestructorGivesUpWorkThatWaitsForPeers) {
   end_alone([](std::unique_ptr<AllToAll>& all_to_all) { all_to_all.reset(); });
 }
 
+TEST(GpuHostCallsTest, ADispatchIntoAnInvalidCaptureIsRefusedAndAllGoesOn) {
+  const testing::GpuRanks gpus(1, 1);
+  testing::spawn_ranks(1, [&](Communicator& communicator) {
+    const AllToAllConfig config = gpu_config();
+    AllToAll all_to_all(communicator, config);
+    RoundRun round(all_to_all, plan_of(config, 1));
+    {
+      const LostCapture capture(round.stream(), cudaStreamCaptureModeThreadLocal);
+      expect_error<InvalidState>({}, [&] { all_to_all.set_active_mask({true}); });
+      expect_error<InvalidState>({"stream: its graph capture is invalid; end it, and capture anew"},
+                                 [&] { (void)all_to_all.dispatch(round.inputs); });
+    }
+    EXPECT_FALSE(all_to_all.is_failed());
+    run_round(all_to_all, 2);
+    all_to_all.close();
+  });
+}
+
 TEST(GpuHostCallsTest, ACloseWaitsForPeersThatComeLate) {
   const testing::GpuRanks gpus(2, 2);
   testing::spawn_ranks(2, [&](Communicator& communicator) {
@@ -176,33 +184,48 @@ TEST(GpuHostCallsTest, ACloseWaitsForPeersThatComeLate) {
   });
 }
 
-TEST(GpuHostCallsTest, ACudaFailureOfOneRankEndsTheWaitsOfTheOthers) {
+/// Rank 1's first launch of a dispatch, that of `kernel`, is refused.
+void fail_first_launch(const AllToAllConfig& given, const std::string& kernel) {
   const testing::GpuRanks gpus(2, 2);
   testing::spawn_ranks(2, [&](Communicator& communicator) {
-    const AllToAllConfig config = of_rank(gpu_config(), communicator);
+    const AllToAllConfig config = of_rank(given, communicator);
     AllToAll all_to_all(communicator, config);
-    run_round(all_to_all, 1);
-    communicator.barrier();
     RoundRun round(all_to_all, plan_of(config, 2));
+    const auto dispatch_only = [&] {
+      all_to_all.release(all_to_all.dispatch(round.inputs).handle());
+      round.synchronize();
+      communicator.barrier();
+    };
+    dispatch_only();
     if (communicator.rank() == 1) {
       cudasim::fail_call("launch", cudaErrorLaunchOutOfResources, 1);
-      expect_error<CudaFailure>({"launch of dispatch_send"},
+      expect_error<CudaFailure>({"launch of " + kernel},
                                 [&] { (void)all_to_all.dispatch(round.inputs); });
       cudasim::clear_faults();
       communicator.barrier();
     } else {
       communicator.barrier();
-      expect_error<PeerAborted>({"rank 1 aborted: launch of dispatch_send"}, [&] {
+      expect_error<PeerAborted>({"rank 1 aborted: launch of " + kernel}, [&] {
         const Received received = all_to_all.dispatch(round.inputs);
         (void)received.host_counts();
       });
     }
     communicator.barrier();
     all_to_all.reset();
-    run_round(all_to_all, 2);
-    communicator.barrier();
+    dispatch_only();
     all_to_all.close();
   });
+}
+
+TEST(GpuHostCallsTest, ACudaFailureOfOneRankEndsTheWaitsOfTheOthers) {
+  fail_first_launch(gpu_config(), "dispatch_send");
+}
+
+TEST(GpuHostCallsTest, SoDoesOneWhileADispatchIsPrepared) {
+  AllToAllConfig config = gpu_config();
+  config.strategy = Strategy::kLowLatency;
+  config.dispatch_wire = Wire::kFp8E4M3;
+  fail_first_launch(config, "pack_rows");
 }
 
 /// Rank 0 waits in `wait` for a dispatch whose peer leaves.

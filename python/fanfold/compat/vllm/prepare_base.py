@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ class PrepareAndFinalize:
 
     kernel_kind = "Modular"
     is_batched = False
+    _num_dispatchers: int
 
     @property
     def activation_format(self) -> Any:
@@ -45,7 +47,7 @@ class PrepareAndFinalize:
 
     def num_dispatchers(self) -> int:
         """Ranks that send to one expert."""
-        raise NotImplementedError
+        return self._num_dispatchers
 
     def output_is_reduced(self) -> bool:
         """Whether ``output`` is complete, so that nobody has to sum over ranks any more."""
@@ -125,7 +127,7 @@ class OpenRound:
     received: _core.Received | None = None
 
 
-class ExchangingClass(PrepareAndFinalize):
+class ExchangingClass(PrepareAndFinalize, ABC):
     """Prepare and finalize by an AllToAll.
 
     Every rank calls them alike, also with zero tokens. Input tensors are only read; a token's
@@ -160,10 +162,6 @@ class ExchangingClass(PrepareAndFinalize):
         self._quantize = quantize
         self._rounds: dict[int, OpenRound] = {}
         self._checked: AllToAll | None = None
-
-    def num_dispatchers(self) -> int:
-        """Ranks that send to one expert."""
-        return self._num_dispatchers
 
     # --- The two halves -------------------------------------------------------------------------
 
@@ -287,19 +285,19 @@ class ExchangingClass(PrepareAndFinalize):
 
     # --- What classes fill in -------------------------------------------------------------------
 
+    @abstractmethod
     def _exchange(self, rows: Rows) -> AllToAll:
         """The exchange of such rows."""
-        raise NotImplementedError
 
     def _dispatch_more(self, rows: Rows) -> dict[str, Any]:
         """Arguments of the dispatch beside ids and payloads."""
         return {"topk_weights": rows.topk_weights, **stream_of(rows.payloads[0])}
 
+    @abstractmethod
     def _prepared(
         self, opened: OpenRound, quant_config: Any, defer_input_quant: bool
     ) -> tuple[Any, Any, Any, Any, Any]:
         """What ``prepare`` returns."""
-        raise NotImplementedError
 
     def _combine_more(
         self, topk_weights: Any, apply_router_weight_on_input: bool

@@ -31,10 +31,6 @@ class _NaiveDPEP(PrepareAndFinalize):
                 "manager: expected a manager, or vLLM's expert-parallel group, got neither"
             )
 
-    def num_dispatchers(self) -> int:
-        """As it was given."""
-        return self._num_dispatchers
-
     def output_is_reduced(self) -> bool:
         """False: without sequence parallelism tensor-parallel ranks still add their outputs."""
         return False
