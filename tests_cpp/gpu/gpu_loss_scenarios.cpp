@@ -34,7 +34,7 @@ using testing::on_gpu;
 using testing::RankArguments;
 using testing::recover;
 using testing::RoundRun;
-using testing::run_round;
+using testing::run_varied_round;
 using testing::say;
 
 // --- A rank ends ------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ void lose_a_rank(const RankArguments& arguments) {
   on_gpu(arguments, [&](Communicator& communicator) {
     // Rows that the round brought and views of them outlive the AllToAll.
     auto all_to_all = std::make_unique<AllToAll>(communicator, config_of());
-    run_round(*all_to_all, 1);
+    run_varied_round(*all_to_all, 1);
     RoundRun round = make_run(*all_to_all, 2);
     const std::chrono::nanoseconds timeout = way == "late" ? 300ms : 60s;
     if (phase == "combine") round.dispatch();
@@ -180,7 +180,7 @@ void fail_to_create(const RankArguments& arguments) {
           expect(testing::num_open_descriptors() == num_descriptors, call + " left descriptors");
         }
         AllToAll all_to_all(communicator, config_of());
-        run_round(all_to_all, 1);
+        run_varied_round(all_to_all, 1);
         all_to_all.close();
         communicator.close();
       },
@@ -191,7 +191,7 @@ void fail_to_create(const RankArguments& arguments) {
 void fail_to_launch(const RankArguments& arguments) {
   on_gpu(arguments, [&](Communicator& communicator) {
     AllToAll all_to_all(communicator, config_of());
-    run_round(all_to_all, 1);
+    run_varied_round(all_to_all, 1);
     communicator.barrier();  // an abort ends this round, too
     RoundRun round = make_run(all_to_all, 2);
     if (communicator.rank() == 1) {

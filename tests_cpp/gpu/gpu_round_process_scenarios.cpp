@@ -34,7 +34,7 @@ using testing::plan_of;
 using testing::RankArguments;
 using testing::recover;
 using testing::RoundRun;
-using testing::run_round;
+using testing::run_varied_round;
 using testing::say;
 
 // --- All goes well ----------------------------------------------------------------------------
@@ -53,7 +53,7 @@ void run_all_ways(AllToAll& all_to_all) {
   RoundRun released = make_run(all_to_all, 3);
   released.dispatch();
   released.release();
-  for (std::uint64_t seed = 4; seed < 7; ++seed) run_round(all_to_all, seed);
+  for (std::uint64_t seed = 4; seed < 7; ++seed) run_varied_round(all_to_all, seed);
 }
 
 /// Also after a reset, when the epochs that replays have used must not come again.
@@ -64,7 +64,7 @@ void replay_a_graph(Communicator& communicator, AllToAll& all_to_all) {
     if (i == 5) {
       communicator.barrier();
       all_to_all.reset();
-      for (std::uint64_t seed = 1; seed < 5; ++seed) run_round(all_to_all, seed);
+      for (std::uint64_t seed = 1; seed < 5; ++seed) run_varied_round(all_to_all, seed);
     }
     round.fill((i * 3 + all_to_all.rank()) % 5, static_cast<std::uint64_t>(i));
     round.replay();
@@ -84,7 +84,7 @@ void make_rounds(const RankArguments& arguments) {
     expect(cudasim::calls()["cuMemHostRegister"] == 1, "the control area is not page-locked");
     run_all_ways(all_to_all);
     replay_a_graph(communicator, all_to_all);
-    run_round(all_to_all, 9);
+    run_varied_round(all_to_all, 9);
     all_to_all.close();
     communicator.close();
   });
@@ -97,10 +97,10 @@ void make_rounds(const RankArguments& arguments) {
 void meet_a_late_rank(const RankArguments& arguments) {
   on_gpu(arguments, [&](Communicator& communicator) {
     AllToAll all_to_all(communicator, config_of());
-    run_round(all_to_all, 1);
+    run_varied_round(all_to_all, 1);
     say("ready");
     (void)listen();
-    run_round(all_to_all, 2);
+    run_varied_round(all_to_all, 2);
     say("met");
     (void)listen();
     if (communicator.rank() != 1) {
@@ -125,7 +125,7 @@ void meet_a_late_rank(const RankArguments& arguments) {
 void abort_a_round(const RankArguments& arguments) {
   on_gpu(arguments, [&](Communicator& communicator) {
     AllToAll all_to_all(communicator, config_of());
-    run_round(all_to_all, 1);
+    run_varied_round(all_to_all, 1);
     RoundRun round = make_run(all_to_all, 2);
     if (communicator.rank() == 1) {
       (void)listen();
@@ -166,7 +166,7 @@ void reset_while_all_wait(const RankArguments& arguments) {
 
 /// A round in which rank 1 calls otherwise: what this rank is told.
 std::string told_of_difference(AllToAll& all_to_all, const std::string& difference) {
-  run_round(all_to_all, 1);
+  run_varied_round(all_to_all, 1);
   const bool differs = all_to_all.rank() == 1;
   testing::RoundPlan plan = plan_of(all_to_all, 2, differs && difference == "m" ? 3 : 4);
   if (differs && difference == "payloads") plan.payloads.resize(1);
@@ -183,7 +183,7 @@ std::string told_of_difference(AllToAll& all_to_all, const std::string& differen
   }
   expect(all_to_all.is_failed(), "has not failed");
   all_to_all.reset();
-  run_round(all_to_all, 3);
+  run_varied_round(all_to_all, 3);
   return text;
 }
 

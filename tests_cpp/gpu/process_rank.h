@@ -103,7 +103,7 @@ inline RoundRun make_run(AllToAll& all_to_all, std::uint64_t seed) {
   return RoundRun(all_to_all, std::move(plan));
 }
 
-inline void run_round(AllToAll& all_to_all, std::uint64_t seed) {
+inline void run_varied_round(AllToAll& all_to_all, std::uint64_t seed) {
   RoundRun round = make_run(all_to_all, seed);
   round.dispatch();
   round.combine();
@@ -113,7 +113,7 @@ inline void run_round(AllToAll& all_to_all, std::uint64_t seed) {
 inline void recover(Communicator& communicator, AllToAll& all_to_all) {
   all_to_all.reset();
   expect(!all_to_all.is_failed(), "still failed after the reset");
-  for (std::uint64_t seed = 5; seed < 8; ++seed) run_round(all_to_all, seed);
+  for (std::uint64_t seed = 5; seed < 8; ++seed) run_varied_round(all_to_all, seed);
   communicator.barrier();
   all_to_all.close();
   communicator.close();
