@@ -14,6 +14,7 @@
 
 #include "fanfold/export.h"
 #include "fanfold/tensor_view.h"
+#include "fanfold/transport.h"
 
 namespace fanfold {
 
@@ -65,6 +66,17 @@ class FANFOLD_EXPORT Communicator {
                                      const BarrierCallback& barrier,
                                      std::chrono::nanoseconds timeout = kDefaultTimeout);
 
+  /// Ranks that a transport connects, on one host or on several. With kAuto and all ranks on one
+  /// host it is `processes`, and the transport only serves to meet. Collective.
+  ///
+  /// Ranks are on one host if the machine's boot id and the network namespace are the same, or the
+  /// environment variable FANFOLD_HOST_ID where one is set.
+  /// @throws Unsupported  kSharedMemory, and the ranks are on different hosts.
+  /// @throws PeerTimeout, PeerLost
+  static Communicator from_transport(std::shared_ptr<Transport> transport,
+                                     TransportUse use = TransportUse::kAuto,
+                                     std::chrono::nanoseconds timeout = kDefaultTimeout);
+
   Communicator(Communicator&&) noexcept;
   Communicator& operator=(Communicator&&) noexcept;
   /// Marks this rank as left and frees local resources; never waits. Prefer `close()`.
@@ -72,8 +84,13 @@ class FANFOLD_EXPORT Communicator {
 
   int rank() const;
   int num_ranks() const;
-  /// "threads" or "processes".
+  /// "threads", "processes", or the kind of the transport.
   std::string kind() const;
+  /// The host of each rank: numbers from 0 in the order in which ranks first name them.
+  std::vector<int> hosts() const;
+  /// Whether every rank reaches the others' memory, which strategies one_sided, low_latency,
+  /// high_throughput and two_sided need.
+  bool shares_memory() const noexcept;
   /// The default deadline of its calls.
   std::chrono::nanoseconds timeout() const;
 

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Collectives on GPU memory, as the strategies need them; NCCL implements them.
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "fanfold/dtype.h"
+
+namespace fanfold::comm {
+
+/// Every call enqueues on `stream` (a cudaStream_t of `device()`), may be captured into a graph, and
+/// returns at once. Ranks make the same calls in the same order; sizes are equal on all ranks but
+/// where stated. Between `begin_group` and `end_group` calls are gathered into one launch; of those
+/// nothing has begun before `end_group` returns.
+///
+/// Threads: one at a time, except `abort`.
+/// @throws InvalidState  after `abort` or an asynchronous error; the reason is in the message.
+class DeviceCollectives {
+ public:
+  /// Bytes of one peer's part, at its place in a buffer.
+  struct Span {
+    std::int64_t offset;
+    std::int64_t bytes;
+  };
+
+  DeviceCollectives() = default;
+  virtual ~DeviceCollectives() = default;
+  DeviceCollectives(const DeviceCollectives&) = delete;
+  DeviceCollectives& operator=(const DeviceCollectives&) = delete;
+
+  virtual int rank() const noexcept = 0;
+  virtual int num_ranks() const noexcept = 0;
+  virtual int device() const noexcept = 0;
+
+  virtual void begin_group() = 0;
+  virtual void end_group() = 0;
+  /// recv [num_ranks * bytes]; `send` may be this rank's place in it.
+  virtual void all_gather(const void* send, void* recv, std::int64_t bytes, void* stream) = 0;
+  /// Block r [bytes] of `send` goes to rank r; recv likewise. No overlap.
+  virtual void all_to_all(const void* send, void* recv, std::int64_t bytes, void* stream) = 0;
+  /// One span per rank in each buffer; what one rank sends the other must expect.
+  virtual void all_to_all_v(const void* send, const std::vector<Span>& to, void* recv,
+                            const std::vector<Span>& from, void* stream) = 0;
+  virtual void broadcast(void* data, std::int64_t bytes, int root, void* stream) = 0;
+  /// Sums in the transport's own order and precision: not deterministic across versions.
+  /// float32, float16, bfloat16, int32 or int64.
+  virtual void all_reduce(const void* send, void* recv, DType dtype, std::int64_t num_elements,
+                          void* stream) = 0;
+  /// recv [num_elements] = block `rank()` of the sum of all `send` [num_ranks * num_elements].
+  virtual void reduce_scatter(const void* send, void* recv, DType dtype, std::int64_t num_elements,
+                              void* stream) = 0;
+
+  /// @throws PeerLost, CudaFailure, InvalidState  what has failed since; never waits.
+  virtual void check() = 0;
+  /// Ends what runs and makes later calls fail. From any thread.
+  virtual void abort() noexcept = 0;
+};
+
+}  // namespace fanfold::comm
