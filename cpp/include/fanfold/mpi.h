@@ -33,8 +33,9 @@ namespace fanfold {
 /// @throws InvalidArgument  `communicator` is MPI_COMM_NULL or an intercommunicator, or `timeout`
 ///                          is negative. Nothing was sent.
 /// @throws Unsupported      kSharedMemory, and the ranks are on different hosts.
-/// @throws PeerTimeout      a rank did not call it in time; rank() is -1 while the communicator is
-///                          being duplicated, since MPI does not tell who is late.
+/// @throws PeerTimeout      a rank did not call it in time. While the communicator is being
+///                          duplicated, rank() is -1, since MPI does not tell who is late, and
+///                          `communicator` cannot be given again: MPI takes nothing back.
 /// @throws PeerLost         a rank ended.
 /// @throws SystemFailure    a call of MPI failed, in MPI's words; code() is EIO. Errors of the
 ///                          duplication itself go to the error handler of `communicator` first.

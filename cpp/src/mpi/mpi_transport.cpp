@@ -20,6 +20,9 @@ constexpr std::int64_t kSpinNs = 20'000;
 constexpr std::int64_t kYieldNs = 200'000;
 constexpr std::int64_t kMaxSleepNs = 500'000;
 
+// How long a rank that closes waits for the others to do so.
+constexpr std::chrono::nanoseconds kPatience = std::chrono::milliseconds(300);
+
 std::string error_text(int code) {
   char text[MPI_MAX_ERROR_STRING] = {};
   int length = 0;
@@ -302,26 +305,26 @@ bool MpiTransport::is_drained() const {
          std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.is_silent; });
 }
 
-bool MpiTransport::awaits_peers() const {
-  const auto is_lost = [this](int rank) { return !lost_reason(rank).empty(); };
-  return std::any_of(
-             peers_.begin(), peers_.end(),
-             [](const Peer& peer) { return peer.lost_reason.empty() && !peer.is_silent; }) ||
-         std::any_of(in_flight_->outgoing.begin(), in_flight_->outgoing.end(),
-                     [&](const Outgoing& message) { return !is_lost(message.peer); }) ||
-         std::any_of(in_flight_->incoming.begin(), in_flight_->incoming.end(),
-                     [&](const Incoming& message) { return !is_lost(message.source); });
+bool MpiTransport::has_unsent() const {
+  return std::any_of(in_flight_->outgoing.begin(), in_flight_->outgoing.end(),
+                     [this](const Outgoing& message) {
+                       const Peer& to = peers_[static_cast<std::size_t>(message.peer)];
+                       return to.lost_reason.empty() && !to.is_silent;
+                     });
 }
 
 void MpiTransport::drain(const base::Deadline& deadline) {
   for (int rank = 0; rank < num_ranks_; ++rank) {
     if (rank != rank_ && peer(rank).lost_reason.empty()) post(rank, kSilenceTag, {});
   }
+  // Peers may have their reasons not to close for long: a group that this rank is not of.
+  const base::Deadline patience(
+      std::min(kPatience, std::chrono::nanoseconds(deadline.remaining_ns())));
   for (;;) {
     advance_sends();
     const bool has_more = match();
     while (take_arrived().has_value()) continue;
-    if (is_drained() || !awaits_peers() || deadline.passed()) return;
+    if (is_drained() || deadline.passed() || (patience.passed() && !has_unsent())) return;
     if (!has_more) pause(deadline);
   }
 }

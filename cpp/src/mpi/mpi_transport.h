@@ -78,7 +78,8 @@ class MpiTransport final : public Transport {
   std::optional<Message> take_arrived();
   void pause(const base::Deadline& deadline) const;
   bool is_drained() const;
-  bool awaits_peers() const;
+  /// Whether something has not left that its receiver may still take.
+  bool has_unsent() const;
   void drain(const base::Deadline& deadline);
 
   MPI_Comm comm_;  // MPI_COMM_NULL once closed
