@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "fanfold/all_to_all.h"
 #include "fanfold/error.h"
 #include "mpi/mpi_ranks.h"
 #include "support/expect_error.h"
@@ -245,6 +246,29 @@ TEST_F(FromMpiTest, ALateRankIsNamedAndAResetBringsTheGroupBack) {
       comm.reset();
       run_collectives(comm, 5);
     }
+  });
+}
+
+TEST_F(FromMpiTest, StrategiesThatNeedSharedMemoryAreRefusedAndNeverChosen) {
+  run([](Communicator& comm) {
+    AllToAllConfig config;
+    config.num_experts = 8;
+    config.top_k = 2;
+    config.max_tokens_per_rank = 4;
+    config.hidden = 16;
+    for (const Strategy strategy : {Strategy::kOneSided, Strategy::kLowLatency,
+                                    Strategy::kHighThroughput, Strategy::kTwoSided}) {
+      config.strategy = strategy;
+      if (strategy == Strategy::kHighThroughput) config.layout = Layout::kFlat;
+      if (strategy == Strategy::kLowLatency) config.layout = Layout::kExpertMajor;
+      if (strategy == Strategy::kTwoSided) config.layout = Layout::kRankMajor;
+      EXPECT_THROW(AllToAll(comm, config), Unsupported) << name_of(strategy);
+    }
+    config.strategy = Strategy::kAuto;
+    AllToAll chosen(comm, config);
+    const std::string name = chosen.choice().substr(0, chosen.choice().find(':'));
+    EXPECT_TRUE(name == "broadcast" || name == "gather_scatter" || name == "batched") << name;
+    chosen.close();
   });
 }
 
