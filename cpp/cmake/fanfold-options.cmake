@@ -33,7 +33,11 @@ option(
   "Build device_check, which checks and measures a GPU (static library with the GPU backend only)"
   OFF
 )
-option(FANFOLD_MPI "Build the component mpi, which needs an MPI library (fanfold itself never does)" OFF)
+option(
+  FANFOLD_MPI
+  "Build the component mpi, which needs an MPI library (fanfold itself never does)"
+  OFF
+)
 option(FANFOLD_INSTALL "Install the library, its headers and its CMake package" ON)
 option(FANFOLD_WERROR "Turn compiler warnings into errors" OFF)
 
