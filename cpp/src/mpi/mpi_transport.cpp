@@ -94,7 +94,7 @@ MPI_Comm duplicate_of(MPI_Comm communicator, std::chrono::nanoseconds timeout) {
     std::this_thread::yield();
   }
   // MPI will write there when the late rank comes, and cannot be told not to.
-  static_cast<void>(duplication.release());
+  [[maybe_unused]] const Duplication* const left_to_mpi = duplication.release();
   throw PeerTimeout(
       base::str("from_mpi: expected a call on every rank of the communicator within ",
                 static_cast<double>(timeout.count()) / 1e9, " s, got none on at least one rank"),
@@ -337,7 +337,8 @@ void MpiTransport::close(std::chrono::nanoseconds timeout) noexcept {
     try {
       drain(base::Deadline(timeout));
       is_clean = is_drained();
-    } catch (...) {  // what cannot be said to be clean is kept
+    } catch (...) {
+      is_clean = false;
     }
   }
   if (is_clean) {
@@ -346,7 +347,7 @@ void MpiTransport::close(std::chrono::nanoseconds timeout) noexcept {
   }
   comm_ = MPI_COMM_NULL;
   // MPI may read and write there until the process ends.
-  static_cast<void>(in_flight_.release());
+  [[maybe_unused]] const InFlight* const left_to_mpi = in_flight_.release();
 }
 
 }  // namespace fanfold::mpi
