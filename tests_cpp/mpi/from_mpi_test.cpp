@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <cstdlib>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -148,6 +149,19 @@ TEST_F(FromMpiTest, RanksOfOneHostShareMemoryUnlessToldOtherwise) {
     run_collectives(comm, 50);
     comm.close();
   }
+}
+
+TEST_F(FromMpiTest, RanksOfSeveralHostsUseMpi) {
+  ::setenv("FANFOLD_HOST_ID", world_rank() < 2 ? "this one" : "that one", 1);
+  Communicator comm = from_mpi(MPI_COMM_WORLD, TransportUse::kAuto, seconds(10));
+  EXPECT_EQ(comm.kind(), "mpi");
+  EXPECT_EQ(comm.hosts(), (std::vector<int>{0, 0, 1, 1}));
+  run_collectives(comm, 50);
+  comm.close();
+  expect_error<Unsupported>({"this one", "that one"}, [] {
+    from_mpi(MPI_COMM_WORLD, TransportUse::kSharedMemory, seconds(10));
+  });
+  ::unsetenv("FANFOLD_HOST_ID");
 }
 
 TEST_F(FromMpiTest, RanksAreNumberedAsInTheCommunicatorGiven) {

@@ -32,7 +32,7 @@ struct JobResult {
 JobResult run_job(const std::string& mpi_options, const std::string& arguments) {
   // `timeout` ends a job that hangs, which is a failure.
   const std::string command =
-      std::string("timeout -k 3 60 ") + FANFOLD_MPIEXEC +
+      std::string("timeout -k 3 120 ") + FANFOLD_MPIEXEC +
       " -n 4 --allow-run-as-root --oversubscribe --mca mpi_yield_when_idle 1 --tag-output " +
       mpi_options + " " + FANFOLD_MPI_RANKS + " --gtest_color=no " + arguments + " 2>&1 </dev/null";
   JobResult result;
