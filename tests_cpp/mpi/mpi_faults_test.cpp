@@ -4,6 +4,7 @@
 // the name of one of MPI comes before it.
 
 #include <chrono>
+#include <cstddef>
 #include <memory>
 #include <optional>
 #include <string>
@@ -24,10 +25,12 @@ struct Faults {
   int probe_of = -1;
   bool probes_of_any = false;
   bool receives = false;
+  bool holds = false;  // the first receive is said to go on
 };
 Faults faults;
 
 MPI_Request doomed = MPI_REQUEST_NULL;
+MPI_Request held = MPI_REQUEST_NULL;
 
 }  // namespace
 
@@ -65,7 +68,17 @@ int MPI_Improbe(int source, int tag, MPI_Comm comm, int* flag, MPI_Message* mess
 int MPI_Imrecv(void* data, int count, MPI_Datatype type, MPI_Message* message,
                MPI_Request* request) {
   if (faults.receives) return MPI_ERR_OTHER;
-  return PMPI_Imrecv(data, count, type, message, request);
+  const int code = PMPI_Imrecv(data, count, type, message, request);
+  if (faults.holds && held == MPI_REQUEST_NULL) held = *request;
+  return code;
+}
+
+int MPI_Test(MPI_Request* request, int* flag, MPI_Status* status) {
+  if (faults.holds && *request == held) {
+    *flag = 0;
+    return MPI_SUCCESS;
+  }
+  return PMPI_Test(request, flag, status);
 }
 }
 
@@ -89,6 +102,7 @@ class MpiFaultsTest : public testing::MpiTest {
   void TearDown() override {
     MPI_Barrier(MPI_COMM_WORLD);
     faults = Faults();
+    held = MPI_REQUEST_NULL;
     transport_->close(milliseconds(20));
     MPI_Barrier(MPI_COMM_WORLD);
   }
@@ -157,6 +171,31 @@ TEST_F(MpiFaultsTest, AFailedReceiveTellsItsRank) {
     expect_loss("MPI_Imrecv");
   } else if (world_rank() == 1) {
     send(0);
+  }
+}
+
+TEST_F(MpiFaultsTest, ASlowMessageIsOvertakenByThoseOfOtherRanksOnly) {
+  if (world_rank() == 0) faults.holds = true;
+  MPI_Barrier(MPI_COMM_WORLD);
+  if (world_rank() == 1) {
+    for (const std::byte byte : {std::byte{1}, std::byte{2}, std::byte{3}}) {
+      transport_->send(0, {{&byte, 1}});
+    }
+  }
+  MPI_Barrier(MPI_COMM_WORLD);
+  if (world_rank() == 2) send(0);
+  if (world_rank() == 0) {
+    std::vector<int> sources;
+    std::vector<int> numbers;
+    for (int i = 0; i < 4; ++i) {
+      const std::optional<Transport::Message> message = transport_->receive(kLimit);
+      ASSERT_TRUE(message.has_value());
+      sources.push_back(message->source);
+      faults.holds = false;
+      if (message->source == 1) numbers.push_back(std::to_integer<int>(message->bytes[0]));
+    }
+    EXPECT_EQ(sources, (std::vector<int>{2, 1, 1, 1}));
+    EXPECT_EQ(numbers, (std::vector<int>{1, 2, 3}));
   }
 }
 
