@@ -133,7 +133,7 @@ TEST_F(FromMpiTest, EveryCollectiveGivesEveryRankItsRows) {
     EXPECT_EQ(comm.hosts(), std::vector<int>(static_cast<std::size_t>(world_size()), 0));
     for (const std::int64_t num : {1, 3, 100, 20'000}) run_collectives(comm, num);
     testing::RandomBits random(static_cast<std::uint64_t>(world_rank()));
-    for (int round = 0; round < 20; ++round) {
+    for (int round = 0; round < 10; ++round) {
       if (random.below(3) == 0) std::this_thread::sleep_for(std::chrono::microseconds(500));
       run_collectives(comm, 1 + round * round);
     }
@@ -288,7 +288,7 @@ TEST_F(FromMpiTest, StrategiesThatNeedSharedMemoryAreRefusedAndNeverChosen) {
 }
 
 TEST_F(FromMpiTest, ManyGroupsComeAndGo) {
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < 6; ++round) {
     run([&](Communicator& comm) { run_collectives(comm, 1 + round); });
   }
 }
