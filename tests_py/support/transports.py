@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks do in the tests of transports. Torch and MPI are imported where they are used."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import fanfold
+
+MAX_BYTES = 1 << 16
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+def _message(source: int, target: int, number: int) -> bytes:
+    rng = random.Random(f"{source} {target} {number}")
+    size = rng.choice([0, 1, 63, rng.randrange(5000), MAX_BYTES])
+    return rng.randbytes(size)
+
+
+def exchange_messages(transport: Any, count: int, between: Any = None) -> None:
+    """Send ``count`` messages to every other rank, and check those that come: all, in order."""
+    me, peers = transport.rank, [r for r in range(transport.num_ranks) if r != transport.rank]
+    rng = random.Random(me)
+    to_send = [peer for peer in peers for _ in range(count)]
+    rng.shuffle(to_send)
+    num_sent = dict.fromkeys(peers, 0)
+    num_received = dict.fromkeys(peers, 0)
+    deadline = time.monotonic() + 40
+    while to_send or sum(num_received.values()) < count * len(peers):
+        assert time.monotonic() < deadline, (num_sent, num_received)
+        if to_send and rng.random() < 0.5:
+            peer = to_send.pop()
+            transport.send(peer, bytearray(_message(me, peer, num_sent[peer])))
+            num_sent[peer] += 1
+        received = transport.receive(rng.choice([0.0, 0.001]) if to_send else 0.05)
+        if received is not None:
+            source, data = received
+            assert bytes(data) == _message(source, me, num_received[source]), (source, me)
+            num_received[source] += 1
+        if rng.random() < 0.05:
+            time.sleep(rng.random() * 0.002)
+        assert not any(transport.lost_reason(peer) for peer in peers)
+    assert transport.receive(0.0) is None
+
+
+def our_threads() -> list[str]:
+    """Names of the threads that transports have started and that still run."""
+    return [each.name for each in threading.enumerate() if each.name.startswith("fanfold")]
+
+
+# -- gloo ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def gloo(rank: int, num_ranks: int, store: str) -> Iterator[Any]:
+    """The default group over gloo."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    yield dist
+    dist.destroy_process_group()
+
+
+def messages_over_gloo(comm: fanfold.Communicator, store: str, count: int) -> list[str]:
+    """Messages on two transports of one group, while the group works for its user."""
+    with gloo(comm.rank, comm.num_ranks, store) as dist:
+        import torch
+
+        from fanfold.torch_transport import TorchTransport
+
+        group = dist.group.WORLD
+        transports = [TorchTransport(group), TorchTransport(group)]
+        for transport in transports:
+            transport.start(MAX_BYTES)
+        for transport in transports:
+            exchange_messages(transport, count)
+            total = torch.ones(1000)
+            dist.all_reduce(total)
+            assert total[0] == comm.num_ranks
+        for transport in transports:
+            transport.close(20.0)
+        assert all(transport.lost_reason(0) or comm.rank == 0 for transport in transports)
+        return our_threads()
+
+
+def a_gloo_rank_dies(comm: fanfold.Communicator, store: str) -> tuple[float, str, str]:
+    """Rank 1 ends itself; how long the others take to hear of it, and what they hear."""
+    with gloo(comm.rank, comm.num_ranks, store) as dist:
+        from fanfold.torch_transport import TorchTransport
+
+        transport = TorchTransport(dist.group.WORLD)
+        transport.start(MAX_BYTES)
+        exchange_messages(transport, 3)
+        if comm.rank == 1:
+            transport.send(0, bytearray(b"last word"))
+            time.sleep(0.2)
+            os.kill(os.getpid(), 9)
+        begin = time.monotonic()
+        heard = b""
+        while not transport.lost_reason(1) and time.monotonic() < begin + 20:
+            received = transport.receive(0.05)
+            if received is not None:
+                heard += bytes(received[1])
+        seconds = time.monotonic() - begin
+        transport.send(1, bytearray(b"nobody reads this"))
+        others = [r for r in range(comm.num_ranks) if r not in (1, comm.rank)]
+        told = {transport.lost_reason(other) for other in others}
+        assert told <= {"", "it has closed the communicator"}, told
+        transport.close(10.0)
+        assert our_threads() == []
+        return seconds, transport.lost_reason(1), heard.decode()
+
+
+def leave_gloo_open(comm: fanfold.Communicator, store: str, way: str) -> None:
+    """End with a transport that is open: `way` says who still lives and works."""
+    with gloo(comm.rank, comm.num_ranks, store) as dist:
+        from fanfold.torch_transport import TorchTransport
+
+        transport = TorchTransport(dist.group.WORLD)
+        transport.start(MAX_BYTES)
+        exchange_messages(transport, 3)
+        if way == "a late rank" and comm.rank == 1:
+            time.sleep(3.5)
+        if way == "unread messages":
+            for _ in range(5):
+                transport.send((comm.rank + 1) % comm.num_ranks, bytearray(MAX_BYTES))
