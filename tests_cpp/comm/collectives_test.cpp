@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <numeric>
 #include <string>
 #include <thread>
@@ -22,6 +23,7 @@
 namespace fanfold {
 namespace {
 
+using testing::GroupKind;
 using testing::spawn_ranks;
 using Counts = std::vector<std::int64_t>;
 
@@ -41,11 +43,15 @@ std::vector<std::int64_t> marks(int rank, std::int64_t num) {
 
 constexpr std::int64_t kWidth = 5;
 
-/// Number of ranks, rows of the largest rank. 30000 rows of 40 bytes are more than a staging half.
-class CollectivesTest : public ::testing::TestWithParam<std::tuple<int, std::int64_t>> {
+/// Kind of group, number of ranks, rows of the largest rank. 30000 rows of 40 bytes are more than a
+/// staging half.
+class CollectivesTest : public ::testing::TestWithParam<std::tuple<GroupKind, int, std::int64_t>> {
  protected:
-  int num_ranks() const { return std::get<0>(GetParam()); }
-  std::int64_t max_rows() const { return std::get<1>(GetParam()); }
+  int num_ranks() const { return std::get<1>(GetParam()); }
+  std::int64_t max_rows() const { return std::get<2>(GetParam()); }
+  void spawn(const std::function<void(Communicator&)>& body) const {
+    spawn_ranks(std::get<0>(GetParam()), num_ranks(), body);
+  }
   /// Uneven: rank 1 has none, the others between half and all.
   std::int64_t rows_of(int rank) const {
     return rank == 1 ? 0 : max_rows() - (rank * max_rows()) / (2 * num_ranks());
@@ -65,7 +71,7 @@ TEST_P(CollectivesTest, AllGatherVPutsTheRowsOfEveryRankInRankOrder) {
     expected.insert(expected.end(), part.begin(), part.end());
   }
   const std::int64_t sum = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
-  spawn_ranks(num_ranks(), [&](Communicator& comm) {
+  spawn([&](Communicator& comm) {
     auto send = marks(comm.rank(), rows_of(comm.rank()) * kWidth);
     std::vector<std::int64_t> recv(expected.size(), -1);
     comm.all_gather_v(view(send, DType::kInt64, rows_of(comm.rank()), kWidth),
@@ -77,7 +83,7 @@ TEST_P(CollectivesTest, AllGatherVPutsTheRowsOfEveryRankInRankOrder) {
 
 TEST_P(CollectivesTest, AllGatherVMayTakeItsRowsFromTheirPlaceInTheResult) {
   const Counts rows(static_cast<std::size_t>(num_ranks()), max_rows());
-  spawn_ranks(num_ranks(), [&](Communicator& comm) {
+  spawn([&](Communicator& comm) {
     const std::int64_t part = max_rows() * kWidth;
     std::vector<std::int64_t> recv(static_cast<std::size_t>(num_ranks() * part), -1);
     const auto own = marks(comm.rank(), part);
@@ -98,7 +104,7 @@ TEST_P(CollectivesTest, AllToAllVDeliversEachBlockToItsRank) {
   const auto num = [&](int from, int to) {
     return std::max<std::int64_t>(0, rows_of(from) / num_ranks() - to % 2);
   };
-  spawn_ranks(num_ranks(), [&](Communicator& comm) {
+  spawn([&](Communicator& comm) {
     Counts out, in;
     std::vector<std::int64_t> send, expected;
     for (int peer = 0; peer < num_ranks(); ++peer) {
@@ -121,7 +127,7 @@ TEST_P(CollectivesTest, AllToAllVDeliversEachBlockToItsRank) {
 
 TEST_P(CollectivesTest, AllToAllTransposesEqualBlocks) {
   const std::int64_t block = max_rows() * kWidth;
-  spawn_ranks(num_ranks(), [&](Communicator& comm) {
+  spawn([&](Communicator& comm) {
     std::vector<std::int64_t> send, expected;
     for (int peer = 0; peer < num_ranks(); ++peer) {
       const auto mine = marks(comm.rank() * 100 + peer, block);
@@ -140,7 +146,7 @@ TEST_P(CollectivesTest, AllToAllTransposesEqualBlocks) {
 TEST_P(CollectivesTest, BroadcastGivesEveryRankTheRootsTensor) {
   const int root = num_ranks() - 1;
   const auto expected = marks(root, max_rows() * kWidth);
-  spawn_ranks(num_ranks(), [&](Communicator& comm) {
+  spawn([&](Communicator& comm) {
     auto tensor = marks(comm.rank(), max_rows() * kWidth);
     comm.broadcast(view(tensor, DType::kInt64, max_rows(), kWidth), root);
     EXPECT_EQ(tensor, expected);
@@ -150,7 +156,7 @@ TEST_P(CollectivesTest, BroadcastGivesEveryRankTheRootsTensor) {
 
 TEST_P(CollectivesTest, AllReduceWrapsIntegersAndMayWorkInPlace) {
   constexpr std::int64_t kBig = INT64_MAX - 10;
-  spawn_ranks(num_ranks(), [&](Communicator& comm) {
+  spawn([&](Communicator& comm) {
     const auto size = static_cast<std::size_t>(max_rows() * kWidth);
     std::vector<std::int64_t> values(size, kBig + comm.rank());
     comm.all_reduce(view(values, DType::kInt64, max_rows(), kWidth),
@@ -171,7 +177,7 @@ TEST_P(CollectivesTest, ReduceScatterVSumsFloatsInRankOrder) {
   const auto value = [](int rank, std::int64_t place) {
     return std::ldexp(1.0F + static_cast<float>(place % 97) / 97.0F, (rank * 11) % 30);
   };
-  spawn_ranks(num_ranks(), [&](Communicator& comm) {
+  spawn([&](Communicator& comm) {
     std::vector<float> send(static_cast<std::size_t>(sum * kWidth));
     for (std::size_t i = 0; i < send.size(); ++i) {
       send[i] = value(comm.rank(), static_cast<std::int64_t>(i));
@@ -194,7 +200,7 @@ TEST_P(CollectivesTest, ReduceScatterVSumsFloatsInRankOrder) {
 
 TEST_P(CollectivesTest, AllGatherBytesTakesAnyLengths) {
   const auto length = [&](int rank) { return static_cast<std::size_t>(rows_of(rank) * 41 + rank); };
-  spawn_ranks(num_ranks(), [&](Communicator& comm) {
+  spawn([&](Communicator& comm) {
     const Communicator::Bytes own(length(comm.rank()), static_cast<std::byte>(comm.rank() + 1));
     const auto gathered = comm.all_gather_bytes(own);
     ASSERT_EQ(gathered.size(), static_cast<std::size_t>(num_ranks()));
@@ -206,20 +212,25 @@ TEST_P(CollectivesTest, AllGatherBytesTakesAnyLengths) {
   });
 }
 
-std::string name_of_case(const ::testing::TestParamInfo<std::tuple<int, std::int64_t>>& info) {
-  return "Ranks" + std::to_string(std::get<0>(info.param)) + "Rows" +
-         std::to_string(std::get<1>(info.param));
+std::string name_of_case(
+    const ::testing::TestParamInfo<std::tuple<GroupKind, int, std::int64_t>>& info) {
+  return std::string(name_of(std::get<0>(info.param))) + "Ranks" +
+         std::to_string(std::get<1>(info.param)) + "Rows" + std::to_string(std::get<2>(info.param));
 }
 
+constexpr GroupKind kKinds[] = {GroupKind::kThreads, GroupKind::kLoopback};
+
 INSTANTIATE_TEST_SUITE_P(Sizes, CollectivesTest,
-                         ::testing::Combine(::testing::Values(1, 2, 4, 7),
+                         ::testing::Combine(::testing::ValuesIn(kKinds),
+                                            ::testing::Values(1, 2, 4, 7),
                                             ::testing::Values(0, 1, 37, 30'000)),
                          name_of_case);
 
-class AllReduceTest : public ::testing::TestWithParam<DType> {};
+class AllReduceTest : public ::testing::TestWithParam<std::tuple<GroupKind, DType>> {};
 
 TEST_P(AllReduceTest, SumsInFloat32AndRoundsOnce) {
-  const DType dtype = GetParam();
+  const auto [kind, dtype_] = GetParam();
+  const DType dtype = dtype_;  // a binding cannot be captured
   const auto encode = [&](float value) {
     return dtype == DType::kFloat16 ? base::float16_from_float(value)
                                     : base::bfloat16_from_float(value);
@@ -232,7 +243,7 @@ TEST_P(AllReduceTest, SumsInFloat32AndRoundsOnce) {
   const auto value = [&](int rank, std::int64_t i) {
     return encode(static_cast<float>(i) * 0.37F + static_cast<float>(rank) * 13.0F);
   };
-  spawn_ranks(4, [&](Communicator& comm) {
+  spawn_ranks(kind, 4, [&](Communicator& comm) {
     std::vector<std::uint16_t> values;
     for (std::int64_t i = 0; i < kNum; ++i) values.push_back(value(comm.rank(), i));
     comm.all_reduce(view(values, dtype, kNum, 1), view(values, dtype, kNum, 1));
@@ -246,11 +257,14 @@ TEST_P(AllReduceTest, SumsInFloat32AndRoundsOnce) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Types, AllReduceTest,
-                         ::testing::Values(DType::kFloat16, DType::kBFloat16));
+                         ::testing::Combine(::testing::ValuesIn(kKinds),
+                                            ::testing::Values(DType::kFloat16, DType::kBFloat16)));
 
-TEST(BarrierTest, NoRankLeavesBeforeAllHaveCome) {
+class GroupKindTest : public ::testing::TestWithParam<GroupKind> {};
+
+TEST_P(GroupKindTest, NoRankLeavesABarrierBeforeAllHaveCome) {
   std::atomic<int> num_arrived{0};
-  spawn_ranks(4, [&](Communicator& comm) {
+  spawn_ranks(GetParam(), 4, [&](Communicator& comm) {
     for (int round = 1; round <= 500; ++round) {
       num_arrived.fetch_add(1, std::memory_order_relaxed);
       comm.barrier();
@@ -261,8 +275,8 @@ TEST(BarrierTest, NoRankLeavesBeforeAllHaveCome) {
   });
 }
 
-TEST(CollectiveSequenceTest, ManyStepsOfChangingKindsNeverMixTheirData) {
-  spawn_ranks(3, [&](Communicator& comm) {
+TEST_P(GroupKindTest, ManyStepsOfChangingKindsNeverMixTheirData) {
+  spawn_ranks(GetParam(), 3, [&](Communicator& comm) {
     for (int step = 0; step < 400; ++step) {
       std::vector<std::int64_t> value{comm.rank() + step};
       std::vector<std::int64_t> sum{0};
@@ -277,6 +291,8 @@ TEST(CollectiveSequenceTest, ManyStepsOfChangingKindsNeverMixTheirData) {
     comm.close();
   });
 }
+
+INSTANTIATE_TEST_SUITE_P(Kinds, GroupKindTest, ::testing::ValuesIn(kKinds));
 
 }  // namespace
 }  // namespace fanfold

@@ -6,6 +6,8 @@
 #include <thread>
 #include <utility>
 
+#include "support/loopback_transport.h"
+
 namespace fanfold::testing {
 namespace {
 
@@ -44,6 +46,18 @@ void spawn_ranks(int num_ranks, const std::function<void(Communicator&)>& body,
   }
   for (std::thread& thread : threads) thread.join();
   first.rethrow();
+}
+
+const char* name_of(GroupKind kind) noexcept {
+  return kind == GroupKind::kThreads ? "Threads" : "Loopback";
+}
+
+void spawn_ranks(GroupKind kind, int num_ranks, const std::function<void(Communicator&)>& body,
+                 std::chrono::nanoseconds timeout) {
+  if (kind == GroupKind::kThreads) return spawn_ranks(num_ranks, body, timeout);
+  LoopbackNetwork::Options options;
+  options.max_delay = std::chrono::microseconds(50);
+  spawn_loopback_ranks(num_ranks, body, options, timeout);
 }
 
 void spawn_ranks(std::vector<Communicator>& ranks, const std::function<void(Communicator&)>& body) {

@@ -4,6 +4,7 @@
 // Runs a function on every rank of a group of threads.
 
 #include <chrono>
+#include <cstdint>
 #include <functional>
 #include <vector>
 
@@ -16,6 +17,14 @@ namespace fanfold::testing {
 /// a rank that failed. Rethrows the first error in time.
 void spawn_ranks(int num_ranks, const std::function<void(Communicator&)>& body,
                  std::chrono::nanoseconds timeout = std::chrono::seconds(30));
+
+/// Kinds of groups whose ranks can be threads of one process.
+enum class GroupKind : std::uint8_t { kThreads, kLoopback };
+
+/// The same for ranks of `kind`: kLoopback, over a LoopbackNetwork that delays at random.
+void spawn_ranks(GroupKind kind, int num_ranks, const std::function<void(Communicator&)>& body,
+                 std::chrono::nanoseconds timeout = std::chrono::seconds(30));
+const char* name_of(GroupKind kind) noexcept;
 
 /// The same on communicators that exist.
 void spawn_ranks(std::vector<Communicator>& ranks, const std::function<void(Communicator&)>& body);

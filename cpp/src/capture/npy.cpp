@@ -12,9 +12,9 @@ namespace {
 using base::str;
 
 constexpr std::string_view kMagic("\x93NUMPY\x01\x00", 8);
-constexpr std::size_t kPrefixBytes = 10;  // the magic and a 16-bit length
-constexpr std::size_t kAlignment = 64;    // of the array in the file
-constexpr std::size_t kMaxDigits = 18;    // of an extent: always fits 64 bits
+constexpr std::size_t kPrefixBytes = 10;    // the magic and a 16-bit length
+constexpr std::size_t kDataAlignment = 64;  // of the array in the file
+constexpr std::size_t kMaxDigits = 18;      // of an extent: always fits 64 bits
 
 constexpr std::pair<std::string_view, DType> kDescriptions[] = {{"|i1", DType::kInt8},
                                                                 {"|u1", DType::kUInt8},
@@ -119,7 +119,7 @@ std::string npy_header(DType dtype, const std::array<std::int64_t, 3>& shape) {
   std::string text = str("{'descr': '", description, "', 'fortran_order': False, 'shape': (",
                          shape[0], ", ", shape[1], ", ", shape[2], "), }");
   // numpy also leaves room for the first extent to grow; for three extents that changes nothing.
-  text.append(kAlignment - (kPrefixBytes + text.size() + 1) % kAlignment, ' ');
+  text.append(kDataAlignment - (kPrefixBytes + text.size() + 1) % kDataAlignment, ' ');
   text += '\n';
   std::string header(kMagic);
   header += static_cast<char>(text.size() % 256);

@@ -4,7 +4,6 @@
 #include <charconv>
 #include <cstdint>
 #include <cstring>
-#include <fstream>
 #include <iomanip>
 #include <optional>
 #include <sstream>
@@ -16,6 +15,7 @@
 #include "base/env.h"
 #include "base/format.h"
 #include "comm/failure.h"
+#include "comm/host_identity.h"
 #include "comm/private_directory.h"
 #include "fanfold/error.h"
 
@@ -46,27 +46,15 @@ std::uint64_t digest_of(const std::string& text, std::uint64_t digest) {
   return digest;
 }
 
-/// Tells machines apart; equal in all containers of one machine.
-std::string boot_id() {
-  std::ifstream file("/proc/sys/kernel/random/boot_id");
-  std::string id;
-  if (!std::getline(file, id)) {
-    throw Unsupported(
-        "from_callbacks: expected to read /proc/sys/kernel/random/boot_id, which "
-        "names the machine, got nothing");
-  }
-  return id;
-}
-
 /// What a rank tells the others.
 struct Introduction {
-  std::string boot_id;
+  std::string host;
   std::string path;  // of rank 0
   std::optional<Failure> failure;
 
   Communicator::Bytes encode() const {
     const std::string rest = failure.has_value() ? "!" + failure->encode() : "=" + path;
-    const std::string text = boot_id + "\n" + rest;
+    const std::string text = host + "\n" + rest;
     Communicator::Bytes bytes(text.size());
     std::memcpy(bytes.data(), text.data(), text.size());
     return bytes;
@@ -80,7 +68,7 @@ struct Introduction {
                                       bytes.size(), " other bytes"));
     }
     Introduction result;
-    result.boot_id = text.substr(0, end);
+    result.host = text.substr(0, end);
     const std::string rest = text.substr(end + 2);
     if (text[end + 1] == '!') {
       result.failure = Failure::decode(rest);
@@ -149,7 +137,7 @@ std::unique_ptr<Group> join_with_callbacks(int rank, int num_ranks,
   Introduction own;
   std::optional<TemporaryDirectory> directory;
   try {
-    own.boot_id = boot_id();
+    own.host = host_identity();
     if (rank == 0) own.path = directory.emplace().path() + "/rendezvous";
   } catch (...) {
     own.failure = Failure::current(rank);
@@ -158,10 +146,9 @@ std::unique_ptr<Group> join_with_callbacks(int rank, int num_ranks,
   for (int other = 0; other < num_ranks; ++other) {
     const Introduction& theirs = all[static_cast<std::size_t>(other)];
     if (theirs.failure.has_value()) theirs.failure->raise();
-    if (theirs.boot_id != all[0].boot_id) {
-      throw Unsupported(base::str("from_callbacks: expected all ranks on one machine, got rank 0 ",
-                                  "on the machine booted as ", all[0].boot_id, " and rank ", other,
-                                  " on the one booted as ", theirs.boot_id));
+    if (theirs.host != all[0].host) {
+      throw Unsupported(base::str("from_callbacks: expected all ranks on one host, got ",
+                                  describe_hosts(0, all[0].host, other, theirs.host)));
     }
   }
   std::unique_ptr<Group> group = join_group({all[0].path, rank, num_ranks}, deadline);

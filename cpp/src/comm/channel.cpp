@@ -33,6 +33,8 @@ std::int64_t Channel::window_bytes(int num_ranks) {
   return base::align_up(head, kHalfAlignment) + 2 * staging_half_bytes(num_ranks);
 }
 
+std::int64_t Channel::max_half_bytes() noexcept { return kMaxHalfBytes; }
+
 Channel::Channel(Group& group, Windows windows, std::string what)
     : windows_(std::move(windows)),
       control_(group, windows_, std::move(what)),
@@ -113,7 +115,7 @@ void Channel::run_steps(const Call& call, base::Deadline deadline,
   Chunk chunk{0, 0, put_header(call), false};
   chunk.room = room_after(chunk.offset);
   fill(half(rank_, step_ + 1) + chunk.offset, chunk);
-  step(call.name, deadline);
+  step(call, chunk, deadline);
   compare_headers();
   const std::int64_t longest = check();
   chunk.is_last = chunk.room >= longest;
@@ -122,7 +124,7 @@ void Channel::run_steps(const Call& call, base::Deadline deadline,
     chunk.offset = 0;
     chunk.room = room_after(0);
     fill(half(rank_, step_ + 1), chunk);
-    step(call.name, deadline);
+    step(call, chunk, deadline);
     chunk.is_last = chunk.begin + chunk.room >= longest;
     drain(chunk);
   }
@@ -148,17 +150,41 @@ std::int64_t Channel::put_header(const Call& call) {
   return base::align_up(end - out, base::kCacheLine);
 }
 
-void Channel::step(const char* call, base::Deadline deadline) {
+void Channel::step(const Call& call, const Chunk& chunk, base::Deadline deadline) {
   const std::uint64_t next = ++step_;
   kernels_.store_fence();  // for streaming stores, which the release does not order
   seq_line(rank_).seq.store(next, std::memory_order_release);  // acquire: below, on each peer
-  for (int i = 1; i < num_ranks_; ++i) control_.ring((rank_ + i) % num_ranks_);
+  for (int i = 1; i < num_ranks_; ++i) {
+    const int peer = (rank_ + i) % num_ranks_;
+    if (control_.is_remote()) {
+      send_half(peer, call, chunk);
+    } else {
+      control_.ring(peer);
+    }
+  }
   for (int i = 1; i < num_ranks_; ++i) {
     const int peer = (rank_ + i) % num_ranks_;
     const std::atomic<std::uint64_t>& seq = seq_line(peer).seq;
     control_.wait([&seq, next] { return seq.load(std::memory_order_acquire) >= next; },
-                  {peer, phase_ != nullptr ? phase_ : call, round_}, deadline);
+                  {peer, phase_ != nullptr ? phase_ : call.name, round_}, deadline);
   }
+}
+
+void Channel::send_half(int peer, const Call& call, const Chunk& chunk) {
+  const std::byte* const window = windows_[index(rank_)]->data();
+  const std::byte* const out = half(rank_, step_);
+  std::int64_t length = call.stream_bytes;
+  std::int64_t place = chunk.offset;
+  if (call.stream_counts != nullptr) {
+    length = (*call.stream_counts)[index(peer)] * call.unit_bytes;
+    place += stream_of(rank_, peer) * chunk.room;
+  }
+  Stores stores;
+  stores.bytes(out - window, out, chunk.offset);  // the header
+  stores.bytes(out + place - window, out + place, chunk.bytes_of(length));
+  const auto* seq = reinterpret_cast<const std::byte*>(&seq_line(rank_).seq);
+  stores.set64(seq - window, step_);  // release; acquire: `step` of the peer
+  control_.send(peer, stores);
 }
 
 void Channel::throw_mismatch(const std::string& field, int rank_a, const std::string& value_a,

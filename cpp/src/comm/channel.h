@@ -19,6 +19,9 @@
 //                                                                         owner has read step n - 1
 //   Control words   see comm/control.h
 //
+// Where ranks share no memory, step 2 sends each peer what it reads of the half and then n, which
+// go to the peer's copy of this window (transport_group.h).
+//
 // The first step of each collective carries a header. Every rank compares all headers before it
 // uses any data, so a mismatch is the same InvalidArgument on every rank, and as all are at the
 // same step the group goes on working. seq never goes back: after a reset it continues above the
@@ -61,6 +64,8 @@ class Channel {
   /// Collective. `what` names the owner in messages.
   static std::unique_ptr<Channel> create(Group& group, std::string what, base::Deadline deadline);
   static std::int64_t window_bytes(int num_ranks);
+  /// Of a staging half in a group of any size: what one step sends to a peer at most.
+  static std::int64_t max_half_bytes() noexcept;
   /// On windows of `window_bytes` that were made for it.
   Channel(Group& group, Windows windows, std::string what);
   /// Tells the peers that this rank has left.
@@ -151,6 +156,11 @@ class Channel {
     const Counts* counts = nullptr;
     const Counts* more_counts = nullptr;
     int num_streams = 1;  // pieces that share a half equally
+    /// Bytes of this rank's stream for each rank, in units of `unit_bytes`; null: one stream for
+    /// all, of `stream_bytes`.
+    const Counts* stream_counts = nullptr;
+    std::int64_t unit_bytes = 1;
+    std::int64_t stream_bytes = 0;
   };
   /// The part of each stream that one step carries.
   struct Chunk {
@@ -184,7 +194,9 @@ class Channel {
                  base::FunctionRef<void(std::byte* out, const Chunk& chunk)> fill,
                  base::FunctionRef<void(const Chunk& chunk)> drain);
   std::int64_t put_header(const Call& call);
-  void step(const char* call, base::Deadline deadline);
+  void step(const Call& call, const Chunk& chunk, base::Deadline deadline);
+  /// Sends `peer` what it reads of this rank's half.
+  void send_half(int peer, const Call& call, const Chunk& chunk);
   /// @throws InvalidArgument  the same on every rank
   void compare_headers() const;
   void compare_counts(const char* call) const;

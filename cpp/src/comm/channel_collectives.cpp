@@ -76,6 +76,7 @@ void Channel::all_gather_v(const std::byte* send, std::byte* recv, RowType row,
   const std::int64_t row_bytes = row.bytes();
   Call call{"all_gather_v", row};
   call.counts = &counts;
+  call.stream_bytes = counts[index(rank_)] * row_bytes;
   const auto check = [&] {
     compare_counts(call.name);
     std::byte* const place = recv + rows_before(counts, rank_) * row_bytes;
@@ -114,6 +115,8 @@ void Channel::exchange(const Call& call, const std::byte* send, std::byte* recv,
   Call full = call;
   full.counts = &send_counts;
   full.more_counts = &recv_counts;
+  full.stream_counts = &send_counts;
+  full.unit_bytes = row_bytes;
   full.num_streams = std::max(1, num_ranks_ - 1);
   const auto check = [&] {
     compare_count_pairs(call.name);
@@ -150,6 +153,7 @@ void Channel::broadcast(std::byte* data, RowType row, int root, base::Deadline d
   const std::int64_t bytes = row.bytes();
   Call call{"broadcast", row};
   call.root = root;
+  call.stream_bytes = rank_ == root ? bytes : 0;
   const auto fill = [&](std::byte* out, const Chunk& chunk) {
     if (rank_ == root) chunk.put(out, data, bytes);
   };
@@ -162,6 +166,8 @@ void Channel::broadcast(std::byte* data, RowType row, int root, base::Deadline d
 void Channel::all_reduce(const std::byte* send, std::byte* recv, RowType row,
                          base::Deadline deadline) {
   const std::int64_t bytes = row.bytes();
+  Call call{"all_reduce", row};
+  call.stream_bytes = bytes;
   const auto fill = [&](std::byte* out, const Chunk& chunk) { chunk.put(out, send, bytes); };
   const auto drain = [&](const Chunk& chunk) {
     // The own part too is read from the staging: `recv` may be `send`.
@@ -169,7 +175,7 @@ void Channel::all_reduce(const std::byte* send, std::byte* recv, RowType row,
     const std::int64_t num_bytes = chunk.bytes_of(bytes);
     if (num_bytes > 0) sum(recv + chunk.begin, row.dtype, num_bytes / size_of(row.dtype));
   };
-  run({"all_reduce", row}, deadline, [&] { return bytes; }, fill, drain);
+  run(call, deadline, [&] { return bytes; }, fill, drain);
 }
 
 void Channel::reduce_scatter_v(const std::byte* send, std::byte* recv, RowType row,
@@ -177,6 +183,8 @@ void Channel::reduce_scatter_v(const std::byte* send, std::byte* recv, RowType r
   const std::int64_t row_bytes = row.bytes();
   Call call{"reduce_scatter_v", row};
   call.counts = &counts;
+  call.stream_counts = &counts;
+  call.unit_bytes = row_bytes;
   call.num_streams = std::max(1, num_ranks_ - 1);
   const auto check = [&] {
     compare_counts(call.name);
@@ -206,6 +214,7 @@ std::vector<Channel::Bytes> Channel::all_gather_bytes(const std::byte* data, std
   std::vector<Bytes> result(index(num_ranks_));
   Call call{name, {}};
   call.length = bytes;
+  call.stream_bytes = bytes;
   const auto check = [&] {
     std::int64_t longest = 0;
     for (int rank = 0; rank < num_ranks_; ++rank) {

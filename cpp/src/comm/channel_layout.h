@@ -33,11 +33,13 @@ struct alignas(base::kCacheLine) Channel::Header {
 /// Which of its num_ranks - 1 streams `from` uses for `to`.
 constexpr int stream_of(int from, int to) noexcept { return to < from ? to : to - 1; }
 
-/// 1 MiB, less when many ranks share one machine, but room for the counts of 1024 ranks.
+constexpr std::int64_t kMaxHalfBytes = std::int64_t{1} << 18;
+
+/// Less when many ranks share one machine, but room for the counts of 1024 ranks.
 constexpr std::int64_t staging_half_bytes(int num_ranks) noexcept {
-  return base::align_up(std::clamp((std::int64_t{4} << 20) / num_ranks, std::int64_t{64} << 10,
-                                   std::int64_t{1} << 18),
-                        kHalfAlignment);
+  return base::align_up(
+      std::clamp((std::int64_t{4} << 20) / num_ranks, std::int64_t{64} << 10, kMaxHalfBytes),
+      kHalfAlignment);
 }
 
 }  // namespace fanfold::comm

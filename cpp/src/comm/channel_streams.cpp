@@ -44,6 +44,7 @@ void Channel::all_gather_stream(const char* name, std::int64_t length,
                                 base::Deadline deadline) {
   Call call{name, {}};
   call.length = length;
+  call.stream_bytes = length;
   const auto check = [&] {
     std::int64_t longest = 0;
     for (int rank = 0; rank < num_ranks_; ++rank) {
@@ -74,6 +75,7 @@ void Channel::all_to_all_stream(const char* name, const Counts& lengths,
                                 base::Deadline deadline) {
   Call call{name, {}};
   call.counts = &lengths;
+  call.stream_counts = &lengths;
   call.num_streams = std::max(1, num_ranks_ - 1);
   const auto check = [&] {
     std::int64_t longest = 0;

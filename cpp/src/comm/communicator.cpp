@@ -41,6 +41,12 @@ int Communicator::num_ranks() const { return checked(impl_).group().num_ranks();
 
 std::string Communicator::kind() const { return checked(impl_).group().kind(); }
 
+std::vector<int> Communicator::hosts() const { return checked(impl_).group().hosts(); }
+
+bool Communicator::shares_memory() const noexcept {
+  return impl_ != nullptr && impl_->group().shares_memory();
+}
+
 std::chrono::nanoseconds Communicator::timeout() const { return checked(impl_).timeout(); }
 
 void Communicator::barrier(Timeout timeout) {

@@ -6,6 +6,7 @@
 #include "comm/communicator_impl.h"
 #include "comm/rendezvous.h"
 #include "comm/thread_group.h"
+#include "comm/transport_join.h"
 #include "fanfold/communicator.h"
 #include "fanfold/error.h"
 
@@ -65,6 +66,13 @@ Communicator Communicator::from_callbacks(int rank, int num_ranks,
   comm::check_rank(rank, num_ranks);
   const base::Deadline deadline = deadline_of(timeout);
   auto group = comm::join_with_callbacks(rank, num_ranks, all_gather, barrier, deadline);
+  return Communicator(with_channel(std::move(group), deadline, timeout));
+}
+
+Communicator Communicator::from_transport(std::shared_ptr<Transport> transport, TransportUse use,
+                                          std::chrono::nanoseconds timeout) {
+  const base::Deadline deadline = deadline_of(timeout);
+  auto group = comm::join_over_transport(std::move(transport), use, deadline);
   return Communicator(with_channel(std::move(group), deadline, timeout));
 }
 

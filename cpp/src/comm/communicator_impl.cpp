@@ -47,9 +47,12 @@ void Communicator::Impl::close(base::Deadline deadline) {
   closed_.store(true, std::memory_order_release);  // acquire: is_closed
   // Before the wait, so that peers that are in an exchange of this group see it too.
   group_->leave();
-  const auto finish = [this] {
-    const std::lock_guard<std::mutex> lock(channel_mutex_);
-    channel_.reset();
+  const auto finish = [&] {
+    {
+      const std::lock_guard<std::mutex> lock(channel_mutex_);
+      channel_.reset();
+    }
+    group_->finish(deadline);
   };
   try {
     channel_->close(deadline);

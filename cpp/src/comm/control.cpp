@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "base/format.h"
+#include "comm/raise_to.h"
 #include "fanfold/error.h"
 
 namespace fanfold::comm {
@@ -34,14 +35,6 @@ void futex_wake(std::atomic<std::uint32_t>* word) noexcept {
   (void)::syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-/// Raises `word` to `value`, never lowers it; release.
-void raise_to(std::atomic<std::uint32_t>& word, std::uint32_t value) noexcept {
-  std::uint32_t seen = word.load(std::memory_order_relaxed);
-  while (seen < value && !word.compare_exchange_weak(seen, value, std::memory_order_release,
-                                                     std::memory_order_relaxed)) {
-  }
-}
-
 }  // namespace
 
 std::int64_t Control::bytes(int num_ranks) noexcept {
@@ -51,6 +44,7 @@ std::int64_t Control::bytes(int num_ranks) noexcept {
 
 Control::Control(const Group& group, const Windows& windows, std::string what)
     : group_(group),
+      remote_(group.remote_windows(windows)),
       what_(std::move(what)),
       active_(static_cast<std::size_t>(group.num_ranks()), true) {
   static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
@@ -74,6 +68,7 @@ void Control::check_process() const {
                            ": expected to be used in the process that made it, got a call in a "
                            "forked child; make communicators after fork, or start with exec"));
   }
+  if (remote_ != nullptr) remote_->check_thread(what_.c_str());
 }
 
 void Control::wake(int peer) noexcept {
@@ -99,6 +94,7 @@ void Control::wait_slowly(base::FunctionRef<bool()> ready, const WaitFor& target
   const std::int64_t start = base::now_ns();
   std::int64_t next_liveness = start + kYieldNs;
   std::int64_t bystander_lost_at = INT64_MAX;
+  if (remote_ != nullptr) remote_->progress(0);  // even if there is no time to wait
   for (;;) {
     if (ready()) return;
     if (heed == Heed::kAbortsAndLosses && is_aborted() && !ready()) throw_if_aborted(target);
@@ -115,7 +111,9 @@ void Control::wait_slowly(base::FunctionRef<bool()> ready, const WaitFor& target
       }
     }
     if (late && !ready()) throw_timeout(target, deadline);
-    if (now - start < kYieldNs) {
+    if (remote_ != nullptr) {
+      remote_->progress(std::min(kMaxSleepNs, deadline.remaining_ns()));
+    } else if (now - start < kYieldNs) {
       ::sched_yield();
     } else {
       sleep_on_doorbell(ready, heed, std::min(kMaxSleepNs, deadline.remaining_ns()));
@@ -131,7 +129,7 @@ void Control::abort_with(const std::string& reason, std::uint64_t flags) noexcep
   const std::uint32_t word = 1 + generation();
   const AbortLine& own = abort_line(group_.rank(), group_.rank());
   if ((own.word.load(std::memory_order_relaxed) & ~kResetBit) == word) return;
-  std::array<std::uint64_t, kReasonWords> text{};
+  Text text{};
   std::size_t size = std::min(reason.size(), kReasonBytes - 1);
   while (size < reason.size() && size > 0 &&
          (static_cast<unsigned char>(reason[size]) & 0xc0U) == 0x80U) {
@@ -139,18 +137,52 @@ void Control::abort_with(const std::string& reason, std::uint64_t flags) noexcep
   }
   std::memcpy(text.data(), reason.data(), size);
   for (int rank = 0; rank < group_.num_ranks(); ++rank) {
-    AbortLine& line = abort_line(rank, group_.rank());
-    line.word.store(0, std::memory_order_relaxed);
-    // Release, each: who reads a new text also reads the 0 above, and drops it.
-    for (std::size_t i = 0; i < kReasonWords; ++i) {
-      line.reason[i].store(text[i], std::memory_order_release);
-    }
-    line.word.store(word | flags, std::memory_order_release);  // acquire: read_abort
+    if (is_remote() && rank != group_.rank()) continue;
+    store_line(abort_line(rank, group_.rank()), word | flags, text);
   }
+  if (is_remote()) post_abort(word, flags, text);
   // Only now, so that a rank that wakes and resets cannot be taken for the one that began.
   for (int rank = 0; rank < group_.num_ranks(); ++rank) {
+    if (is_remote() && rank != group_.rank()) continue;
     raise_to(words(rank).abort_any, word);  // acquire: is_aborted
     ring(rank);
+  }
+}
+
+void Control::store_line(AbortLine& line, std::uint64_t word, const Text& text) noexcept {
+  line.word.store(0, std::memory_order_relaxed);
+  // Release, each: who reads a new text also reads the 0 above, and drops it.
+  for (std::size_t i = 0; i < kReasonWords; ++i) {
+    line.reason[i].store(text[i], std::memory_order_release);
+  }
+  line.word.store(word, std::memory_order_release);  // acquire: read_line
+}
+
+/// `store_line` for the line of `source` in a peer's window.
+void Control::add_line(Stores& stores, int source, std::uint64_t word, const Text& text) const {
+  const AbortLine& line = abort_line(group_.rank(), source);  // at the same place in every window
+  const auto at = [&](const void* place) { return offset_in(group_.rank(), place); };
+  stores.set64(at(&line.word), 0);
+  for (std::size_t i = 0; i < kReasonWords; ++i) stores.set64(at(&line.reason[i]), text[i]);
+  stores.set64(at(&line.word), word);
+}
+
+/// Who answers an abort by a reset tells whom it has from: its message may arrive first.
+void Control::post_abort(std::uint64_t word, std::uint64_t flags, const Text& text) noexcept {
+  constexpr int kMaxOthers = 4;  // as many lines as fit into any message
+  Stores stores;
+  Text other{};
+  int num_others = 0;
+  for (int rank = 0; flags != 0 && rank < group_.num_ranks(); ++rank) {
+    if (rank == group_.rank() || !read_line(rank, word, &other)) continue;
+    add_line(stores, rank, word, other);
+    if (++num_others == kMaxOthers) break;
+  }
+  add_line(stores, group_.rank(), word | flags, text);
+  const Words& own = words(group_.rank());
+  stores.raise32(offset_in(group_.rank(), &own.abort_any), static_cast<std::uint32_t>(word));
+  for (int rank = 0; rank < group_.num_ranks(); ++rank) {
+    if (rank != group_.rank()) remote_->post(rank, rank, stores);
   }
 }
 
@@ -158,15 +190,18 @@ bool Control::is_aborted() const noexcept {
   return words(group_.rank()).abort_any.load(std::memory_order_acquire) == 1 + generation();
 }
 
-bool Control::read_abort(int source, std::uint64_t flags, std::string* reason) const {
+bool Control::read_line(int source, std::uint64_t word, Text* text) const {
   const AbortLine& line = abort_line(group_.rank(), source);
-  const std::uint64_t word = (1 + std::uint64_t{generation()}) | flags;
   if (line.word.load(std::memory_order_acquire) != word) return false;
-  std::array<std::uint64_t, kReasonWords> text{};
   for (std::size_t i = 0; i < kReasonWords; ++i) {
-    text[i] = line.reason[i].load(std::memory_order_acquire);
+    (*text)[i] = line.reason[i].load(std::memory_order_acquire);
   }
-  if (line.word.load(std::memory_order_relaxed) != word) return false;
+  return line.word.load(std::memory_order_relaxed) == word;
+}
+
+bool Control::read_abort(int source, std::uint64_t flags, std::string* reason) const {
+  Text text{};
+  if (!read_line(source, (1 + std::uint64_t{generation()}) | flags, &text)) return false;
   std::array<char, kReasonBytes + 1> bytes{};
   std::memcpy(bytes.data(), text.data(), kReasonBytes);
   *reason = bytes.data();
@@ -174,6 +209,7 @@ bool Control::read_abort(int source, std::uint64_t flags, std::string* reason) c
 }
 
 void Control::throw_if_aborted(const WaitFor& target) const {
+  if (remote_ != nullptr) remote_->progress(0);
   if (!is_aborted()) return;
   std::string reason;
   for (const std::uint64_t flags : {std::uint64_t{0}, kResetBit}) {
@@ -259,6 +295,13 @@ void Control::throw_timeout(const WaitFor& target, base::Deadline deadline) cons
 void Control::announce_reset(std::uint32_t generation, std::uint64_t max_epoch) noexcept {
   for (int rank = 0; rank < group_.num_ranks(); ++rank) {
     ResetLine& line = reset_line(rank, group_.rank());
+    if (is_remote() && rank != group_.rank()) {
+      Stores stores;
+      stores.set64(offset_in(rank, &line.max_epoch[generation % 2]), max_epoch);
+      stores.set64(offset_in(rank, &line.generation), generation);
+      remote_->post(rank, rank, stores);
+      continue;
+    }
     line.max_epoch[generation % 2].store(max_epoch, std::memory_order_relaxed);
     line.generation.store(generation, std::memory_order_release);  // acquire: reset of `rank`
     ring(rank);
@@ -296,7 +339,15 @@ std::uint64_t Control::reset(std::uint64_t max_epoch, base::Deadline deadline) {
 
 void Control::mark_left() noexcept {
   if (group_.is_forked_child()) return;
-  words(group_.rank()).left.store(1, std::memory_order_release);  // acquire: lost_reason
+  Words& own = words(group_.rank());
+  own.left.store(1, std::memory_order_release);  // acquire: lost_reason
+  if (is_remote()) {
+    Stores stores;
+    stores.raise32(offset_in(group_.rank(), &own.left), 1);
+    for (int rank = 0; rank < group_.num_ranks(); ++rank) {
+      if (rank != group_.rank()) remote_->post(rank, group_.rank(), stores);
+    }
+  }
   for (int rank = 0; rank < group_.num_ranks(); ++rank) ring(rank);
 }
 

@@ -13,12 +13,16 @@
 // The doorbell carries no data: a sleeper re-reads its flag, and sleeps at most `kMaxSleepNs`, so a
 // wake-up that is lost (the sleeper count is read without a full fence) costs a millisecond at
 // most.
+//
+// Where ranks share no memory, stores into a peer's window go to it as messages
+// (transport_group.h), and a wait takes messages in place of sleeping.
 
 #include <array>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -27,6 +31,7 @@
 #include "base/clock.h"
 #include "base/function_ref.h"
 #include "comm/group.h"
+#include "comm/remote_windows.h"
 
 namespace fanfold::comm {
 
@@ -58,7 +63,7 @@ class Control {
   std::uint32_t generation() const noexcept { return generation_.load(std::memory_order_relaxed); }
 
   /// Every call of an object that uses this must begin with it: a forked child lacks the windows.
-  /// @throws InvalidState  this process is a forked child.
+  /// @throws InvalidState  this process is a forked child, or the transport another thread's.
   void check_process() const;
 
   /// Waits until `ready()`, an inlined acquire load and a comparison. Spins (only while ranks <=
@@ -110,6 +115,12 @@ class Control {
   void stop_own_waits() noexcept;
   /// The abort with which `reset` begins, for who has waits to end before.
   void begin_reset() noexcept;
+
+  /// Makes the stores in `peer`'s copy of this rank's window. Only where `is_remote`.
+  /// @throws what the transport throws.
+  void send(int peer, const Stores& stores) { remote_->send(peer, group_.rank(), stores); }
+  /// Whether windows are copies, and stores into them messages.
+  bool is_remote() const noexcept { return remote_ != nullptr; }
 
   /// Collective over the active ranks: a new generation. Every rank gives the highest epoch that it
   /// has used; returns the highest of all. Wakes peers that wait for something else, by an abort.
@@ -180,12 +191,21 @@ class Control {
   std::string lost_reason(int peer) const;
   Lost find_lost(int first) const;
   Lost find_dead(int first) const;
+  std::int64_t offset_in(int window, const void* word) const noexcept {
+    return static_cast<const std::byte*>(word) - base(window);
+  }
+  using Text = std::array<std::uint64_t, kReasonWords>;
+  static void store_line(AbortLine& line, std::uint64_t word, const Text& text) noexcept;
+  void add_line(Stores& stores, int source, std::uint64_t word, const Text& text) const;
+  void post_abort(std::uint64_t word, std::uint64_t flags, const Text& text) noexcept;
+  bool read_line(int source, std::uint64_t word, Text* text) const;
   void announce_reset(std::uint32_t generation, std::uint64_t max_epoch) noexcept;
   [[noreturn]] void throw_lost(const WaitFor& target, const Lost& lost) const;
   [[noreturn]] void throw_timeout(const WaitFor& target, base::Deadline deadline) const;
   std::string prefix(const WaitFor& target) const;
 
   const Group& group_;
+  const std::shared_ptr<RemoteWindows> remote_;  // null: windows are shared
   std::string what_;
   std::vector<std::byte*> bases_;
   std::vector<bool> active_;

@@ -80,4 +80,26 @@ Failure Failure::decode(const std::string& bytes) {
   return {static_cast<Kind>(bytes[0]), number, bytes.substr(kHeadBytes)};
 }
 
+Failure peer_is_gone(const std::string& call, int rank, const std::string& reason) {
+  return {Failure::Kind::kPeerLost, rank, base::str(call, ": rank ", rank, " is gone: ", reason)};
+}
+
+Failure peer_is_late(const std::string& call, int rank, base::Deadline deadline) {
+  return {
+      Failure::Kind::kPeerTimeout, rank,
+      base::str(call, ": rank ", rank, " did not arrive within ",
+                base::format_duration(deadline.timeout_ns()), "; every rank must make this call")};
+}
+
+Failure peer_gave_up(const std::string& call, int rank) {
+  return {Failure::Kind::kPeerAborted, rank,
+          base::str(call, ": rank ", rank, " gave up waiting for another rank")};
+}
+
+Failure calls_differ(const std::string& first, int rank, const std::string& other) {
+  return {Failure::Kind::kInvalidArgument, 0,
+          base::str("expected the same call on every rank, got '", first, "' on rank 0 and '",
+                    other, "' on rank ", rank)};
+}
+
 }  // namespace fanfold::comm

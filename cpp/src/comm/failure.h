@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <string>
 
+#include "base/clock.h"
+
 namespace fanfold::comm {
 
 /// One of the library's errors as plain data.
@@ -35,5 +37,13 @@ struct Failure {
   std::string encode() const;
   static Failure decode(const std::string& bytes);
 };
+
+// Why a meeting of all ranks fails; `call` names it.
+Failure peer_is_gone(const std::string& call, int rank, const std::string& reason);
+Failure peer_is_late(const std::string& call, int rank, base::Deadline deadline);
+/// `rank` timed out on somebody.
+Failure peer_gave_up(const std::string& call, int rank);
+/// Rank 0 made call `first`, `rank` made `other`.
+Failure calls_differ(const std::string& first, int rank, const std::string& other);
 
 }  // namespace fanfold::comm

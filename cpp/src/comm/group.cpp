@@ -20,6 +20,9 @@ int num_cores() noexcept {
 }  // namespace
 
 Group::Group(int rank, int num_ranks)
-    : rank_(rank), num_ranks_(num_ranks), may_spin_(num_ranks <= num_cores()) {}
+    : rank_(rank),
+      num_ranks_(num_ranks),
+      may_spin_(num_ranks <= num_cores()),
+      hosts_(static_cast<std::size_t>(num_ranks), 0) {}
 
 }  // namespace fanfold::comm

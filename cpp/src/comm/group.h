@@ -19,8 +19,10 @@ namespace fanfold::comm {
 /// One window per rank, all mapped here; index = rank. The windows of one call are equal in size.
 using Windows = std::vector<std::shared_ptr<base::Mapping>>;
 
-/// A set of ranks that can share memory. Implementations: threads of one process, processes of one
-/// machine.
+class RemoteWindows;
+
+/// A set of ranks. Implementations: threads of one process, processes of one machine, ranks that a
+/// transport connects. The last share no memory: their windows are copies, see remote_windows.
 ///
 /// Threads: one rank's Group is used by one thread at a time; `lost_reason` may be called by any.
 class Group {
@@ -31,7 +33,7 @@ class Group {
 
   int rank() const noexcept { return rank_; }
   int num_ranks() const noexcept { return num_ranks_; }
-  /// "threads" or "processes".
+  /// "threads", "processes", or what the transport calls itself.
   virtual const char* kind() const noexcept = 0;
 
   /// Creates a window of `bytes` (rounded up to the page) on each rank and maps all of them.
@@ -67,6 +69,19 @@ class Group {
   /// Tells the peers that this rank leaves. Idempotent, never waits, never throws.
   virtual void leave() noexcept = 0;
 
+  /// Frees what only messages between the ranks need. After `leave`, when all ranks have left or
+  /// `deadline` has passed; what was sent may leave until then. Nothing is waited for otherwise.
+  virtual void finish(base::Deadline /*deadline*/) noexcept {}
+
+  /// Whether the windows of all ranks are the same memory on all of them.
+  virtual bool shares_memory() const noexcept { return true; }
+  /// Where `windows` of this group are copies: what keeps them alike. Else null.
+  virtual std::shared_ptr<RemoteWindows> remote_windows(const Windows& /*windows*/) const {
+    return nullptr;
+  }
+  /// The host of each rank, numbered in the order in which ranks first name them.
+  const std::vector<int>& hosts() const noexcept { return hosts_; }
+
   /// True in a process forked from the one that made this group: nothing may be used there.
   virtual bool is_forked_child() const noexcept = 0;
 
@@ -79,6 +94,7 @@ class Group {
   int rank_;
   int num_ranks_;
   bool may_spin_;
+  std::vector<int> hosts_;
 };
 
 }  // namespace fanfold::comm

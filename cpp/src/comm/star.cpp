@@ -26,22 +26,6 @@ constexpr std::size_t kMaxFailureBytes = 8192;  // of a message's text
 
 enum class Kind : std::uint32_t { kParcel, kEnd, kFailedEnd, kDone, kFailure };
 
-Failure lost(const std::string& call, int rank, const std::string& reason) {
-  return {Failure::Kind::kPeerLost, rank, base::str(call, ": rank ", rank, " is gone: ", reason)};
-}
-
-Failure late(const std::string& call, int rank, base::Deadline deadline) {
-  return {
-      Failure::Kind::kPeerTimeout, rank,
-      base::str(call, ": rank ", rank, " did not arrive within ",
-                base::format_duration(deadline.timeout_ns()), "; every rank must make this call")};
-}
-
-Failure gave_up(const std::string& call, int rank) {
-  return {Failure::Kind::kPeerAborted, rank,
-          base::str(call, ": rank ", rank, " gave up waiting for another rank")};
-}
-
 std::vector<int> numbers_of(const std::vector<base::FileDescriptor>& fds) {
   std::vector<int> numbers;
   numbers.reserve(fds.size());
@@ -138,10 +122,10 @@ std::vector<Parcel> Star::exchange_as_leaf(const std::string& call,
     const std::string reason = lost_reason(0);
     Message message;
     status = receive_message(link, &message);
-    if (status == IoStatus::kClosed) lost(call, 0, "its connection ended").raise();
+    if (status == IoStatus::kClosed) peer_is_gone(call, 0, "its connection ended").raise();
     if (status == IoStatus::kLate) {
-      if (!reason.empty()) lost(call, 0, reason).raise();
-      if (patience.passed()) late(call, 0, deadline).raise();
+      if (!reason.empty()) peer_is_gone(call, 0, reason).raise();
+      if (patience.passed()) peer_is_late(call, 0, deadline).raise();
       wait_readable(link, std::min(kPollNs, patience.remaining_ns()));
       continue;
     }
@@ -151,7 +135,7 @@ std::vector<Parcel> Star::exchange_as_leaf(const std::string& call,
     if (head.kind == Kind::kFailure) {
       const Failure told = Failure::decode(message.bytes);
       const bool was_late = told.kind == Failure::Kind::kPeerTimeout && told.code == rank_;
-      (was_late ? gave_up(call, 0) : told).raise();
+      (was_late ? peer_gave_up(call, 0) : told).raise();
     }
     received.push_back({head.source, std::move(message.bytes), std::move(message.fds)});
   }
@@ -210,12 +194,12 @@ std::optional<Failure> Star::gather(const std::string& call, Gathered* gathered,
       std::optional<Failure> problem = take_in(rank, call, gathered);
       if (problem.has_value()) return problem;
       if (gathered->ended[index(rank)]) continue;
-      if (!reason.empty()) return lost(call, rank, reason);
+      if (!reason.empty()) return peer_is_gone(call, rank, reason);
       if (first_missing < 0) first_missing = rank;
       waiting.push_back({links_[index(rank)].get(), POLLIN, 0});
     }
     if (waiting.empty()) return std::nullopt;
-    if (deadline.passed()) return late(call, first_missing, deadline);
+    if (deadline.passed()) return peer_is_late(call, first_missing, deadline);
     const timespec limit{0, std::min(kPollNs, deadline.remaining_ns())};
     (void)::ppoll(waiting.data(), waiting.size(), &limit, nullptr);
   }
@@ -229,11 +213,11 @@ std::optional<Failure> Star::take_in(int rank, const std::string& call, Gathered
     IoStatus status = peek_message(link, &head, sizeof head);
     if (status == IoStatus::kLate) return std::nullopt;
     // A later exchange: the rank gave this one up. What it sent stays for then.
-    if (status == IoStatus::kDone && head.number > number_) return gave_up(call, rank);
+    if (status == IoStatus::kDone && head.number > number_) return peer_gave_up(call, rank);
     Message message;
     if (status == IoStatus::kDone) status = receive_message(link, &message);
     if (status != IoStatus::kDone || !head.take_from(&message.bytes)) {
-      return lost(call, rank, "its connection ended");
+      return peer_is_gone(call, rank, "its connection ended");
     }
     if (head.number < number_) continue;
     if (message.lost_fds) {
@@ -263,9 +247,7 @@ std::optional<Failure> Star::first_problem(const std::string& call,
   for (int rank = 1; rank < num_ranks_; ++rank) {
     const std::string& other = gathered.calls[index(rank)];
     if (other == call) continue;
-    return Failure{Failure::Kind::kInvalidArgument, 0,
-                   base::str("expected the same call on every rank, got '", call,
-                             "' on rank 0 and '", other, "' on rank ", rank)};
+    return calls_differ(call, rank, other);
   }
   return std::nullopt;
 }
@@ -291,7 +273,7 @@ void Star::deliver(const std::string& call, Gathered* gathered, base::Deadline d
     // A rank that died meanwhile is found by the next exchange.
     if (status == IoStatus::kLate && late_rank < 0) late_rank = rank;
   }
-  if (late_rank >= 0) late(call, late_rank, deadline).raise();
+  if (late_rank >= 0) peer_is_late(call, late_rank, deadline).raise();
 }
 
 void Star::shut_down() noexcept {
