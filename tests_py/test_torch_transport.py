@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support import transports
+from support.transport_scenarios import NAMES
 
 from fanfold.testing import RankEnded, process_outcomes, spawn_processes
 
@@ -41,3 +43,49 @@ def test_a_killed_rank_is_lost_after_its_last_message(store: str) -> None:
 @pytest.mark.parametrize("way", ["together", "a late rank", "unread messages"])
 def test_a_process_ends_well_with_an_open_transport(store: str, way: str) -> None:
     assert spawn_processes(3, transports.leave_gloo_open, store, way) == [None] * 3
+
+
+class Scenarios:
+    """Runs all on one group when the first is asked for."""
+
+    def __init__(self, store: str) -> None:
+        self._store = store
+        self._results: list[dict[str, str]] = []
+
+    def errors(self, name: str) -> list[str]:
+        """What each rank raised in one of them."""
+        if not self._results:
+            self._results = spawn_processes(4, transports.scenarios_over_gloo, self._store)
+        return [errors.get(name, "not run: one before failed") for errors in self._results]
+
+
+@pytest.fixture(scope="module")
+def scenarios(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenarios]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        yield Scenarios(str(tmp_path_factory.mktemp("gloo") / "store"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scenario(scenarios: Scenarios, name: str) -> None:
+    assert scenarios.errors(name) == [""] * 4
+
+
+def test_ways_to_use_a_group(store: str) -> None:
+    assert spawn_processes(4, transports.ways_to_use_gloo, store) == [[]] * 4
+
+
+@pytest.mark.parametrize("strategy", ["broadcast", "gather_scatter", "batched"])
+def test_a_rank_killed_between_rounds_is_lost_to_its_peers(store: str, strategy: str) -> None:
+    outcomes = process_outcomes(3, transports.rounds_until_a_gloo_rank_dies, store, strategy)
+    assert isinstance(outcomes[1].error, RankEnded)
+    for survivor in (0, 2):
+        assert outcomes[survivor].error is None, outcomes[survivor].text
+        rank, seconds, text = outcomes[survivor].value
+        assert rank == 1, text
+        assert "rank 1 is gone: its connection was closed" in text
+        assert seconds < 2
+
+
+def test_a_process_ends_well_with_an_open_communicator(store: str) -> None:
+    assert spawn_processes(3, transports.leave_communicator_open, store) == ["left"] * 3

@@ -213,13 +213,11 @@ def run_all(create: Make, kind: str) -> dict[str, str]:
     """Run all; returns what each raised, "" if nothing. Those after a failure may not run."""
     errors = {}
     for scenario in SCENARIOS:
-        begin = time.monotonic()
         try:
             scenario(create, kind)
             errors[scenario.__name__] = ""
         except Exception as error:
             errors[scenario.__name__] = describe_error(error)
-        print(f"{scenario.__name__}: {time.monotonic() - begin:.2f} s", flush=True)
         if errors[scenario.__name__]:
             break
     return errors

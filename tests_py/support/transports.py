@@ -6,12 +6,16 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import fanfold
+from support.rounds import make, works
+from support.transport_scenarios import raises, run_all
 
 MAX_BYTES = 1 << 16
 
@@ -54,7 +58,7 @@ def exchange_messages(transport: Any, count: int, between: Any = None) -> None:
 
 def our_threads() -> list[str]:
     """Names of the threads that transports have started and that still run."""
-    return [each.name for each in threading.enumerate() if each.name.startswith("fanfold")]
+    return [each.name for each in threading.enumerate() if each.name.startswith("fanfold gloo")]
 
 
 # -- gloo ------------------------------------------------------------------------------------------
@@ -105,7 +109,7 @@ def a_gloo_rank_dies(comm: fanfold.Communicator, store: str) -> tuple[float, str
         if comm.rank == 1:
             transport.send(0, bytearray(b"last word"))
             time.sleep(0.2)
-            os.kill(os.getpid(), 9)
+            os.kill(os.getpid(), signal.SIGKILL)
         begin = time.monotonic()
         heard = b""
         while not transport.lost_reason(1) and time.monotonic() < begin + 20:
@@ -137,13 +141,83 @@ def leave_gloo_open(comm: fanfold.Communicator, store: str, way: str) -> None:
                 transport.send((comm.rank + 1) % comm.num_ranks, bytearray(MAX_BYTES))
 
 
+def over_gloo(group: Any = None, **options: Any) -> fanfold.Communicator:
+    """A communicator whose data goes through a group, on one host, too."""
+    options = {"transport": "group", "timeout_s": 20.0, **options}
+    return fanfold.Communicator.from_torch(group, **options)
+
+
 def scenarios_over_gloo(comm: fanfold.Communicator, store: str) -> dict[str, str]:
     """All of what a communicator must do, on one group."""
-    from support.transport_scenarios import run_all
-
     with gloo(comm.rank, comm.num_ranks, store):
-        errors = run_all(
-            lambda: fanfold.Communicator.from_torch(transport="group", timeout_s=20.0), "gloo"
-        )
+        errors = run_all(over_gloo, "gloo")
         assert our_threads() == [] or any(errors.values())
         return errors
+
+
+def ways_to_use_gloo(comm: fanfold.Communicator, store: str) -> list[str]:
+    """Subgroups, groups with a second backend, the group's own work in between, wrong arguments."""
+    with gloo(comm.rank, comm.num_ranks, store) as dist:
+        import torch
+        import torch.testing._internal.distributed.fake_pg  # backend "fake"
+
+        for transport in ("auto", "shared_memory"):
+            with fanfold.Communicator.from_torch(transport=transport) as made:
+                assert made.kind == "processes"
+                assert made.shares_memory
+        with raises(fanfold.InvalidArgument, "transport: expected 'auto'.*got 'mpi'"):
+            fanfold.Communicator.from_torch(transport="mpi")
+        elsewhere = dist.new_group(backend="fake")
+        with raises(fanfold.Unsupported, "cpu:gloo,cuda:nccl.*got .*fake"):
+            over_gloo(elsewhere)
+        mixed = dist.new_group(backend="cpu:gloo,cuda:fake")
+        odd = dist.new_group([1, 3])
+        if comm.rank % 2 == 0:
+            with raises(fanfold.InvalidArgument, "member"):
+                over_gloo(odd)
+        with over_gloo() as whole, over_gloo() as again, over_gloo(mixed) as other:
+            groups = [whole, again, other]
+            if comm.rank % 2 == 1:
+                groups.append(over_gloo(odd))
+                assert (groups[-1].rank, groups[-1].num_ranks) == (comm.rank // 2, 2)
+            exchanges = [make(each, strategy="batched") for each in groups]
+            for step in range(5):
+                for a2a in exchanges:
+                    works(a2a, a2a.rank, num_rounds=1)
+                    if a2a.num_ranks == comm.num_ranks:
+                        total = torch.full((3,), step)
+                        dist.all_reduce(total)
+                        assert total.tolist() == [step * comm.num_ranks] * 3
+            if comm.rank % 2 == 1:
+                groups[-1].close()
+        return our_threads()
+
+
+def rounds_until_a_gloo_rank_dies(
+    comm: fanfold.Communicator, store: str, strategy: str
+) -> tuple[int, float, str]:
+    """Rounds; rank 1 kills itself in the middle. Returns whom the others lost, and how fast."""
+    with gloo(comm.rank, comm.num_ranks, store):
+        made = over_gloo()
+        a2a = make(made, strategy=strategy)
+        works(a2a, comm.rank)
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        begin = time.monotonic()
+        try:
+            while True:
+                works(a2a, comm.rank, num_rounds=1)
+        except fanfold.PeerLost as error:
+            seconds = time.monotonic() - begin
+            time.sleep(0.5)  # the other one finds out, too, before this one leaves
+            return error.rank, seconds, str(error)
+
+
+def leave_communicator_open(comm: fanfold.Communicator, store: str) -> str:
+    """End without closing anything."""
+    with gloo(comm.rank, comm.num_ranks, store):
+        made = over_gloo()
+        a2a = make(made, strategy="batched")
+        works(a2a, comm.rank)
+        sys.modules["kept"] = (made, a2a)  # type: ignore[assignment]  # until the interpreter ends
+        return "left"
