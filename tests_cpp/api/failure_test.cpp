@@ -3,6 +3,7 @@
 // the phase and the round, and the communicator stays usable unless a rank is gone.
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -54,16 +55,33 @@ void expect_healed(AllToAll& all_to_all) {
   for (std::uint64_t seed = 5; seed < 8; ++seed) run_round(all_to_all, seed);
 }
 
-/// Both strategies fail alike.
-class FailureTest : public ::testing::TestWithParam<Strategy> {};
+struct FailureCase {
+  Strategy strategy;
+  testing::GroupKind group;
+};
 
-INSTANTIATE_TEST_SUITE_P(Threads, FailureTest,
-                         ::testing::Values(Strategy::kOneSided, Strategy::kBroadcast),
-                         [](const auto& param) { return std::string(name_of(param.param)); });
+/// All of them fail alike.
+class FailureTest : public ::testing::TestWithParam<FailureCase> {
+ protected:
+  static AllToAllConfig config() { return small_config(GetParam().strategy); }
+  static void spawn(int num_ranks, const std::function<void(Communicator&)>& body) {
+    spawn_ranks(GetParam().group, num_ranks, body);
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(
+    Groups, FailureTest,
+    ::testing::Values(FailureCase{Strategy::kOneSided, testing::GroupKind::kThreads},
+                      FailureCase{Strategy::kBroadcast, testing::GroupKind::kThreads},
+                      FailureCase{Strategy::kBroadcast, testing::GroupKind::kLoopback},
+                      FailureCase{Strategy::kBatched, testing::GroupKind::kLoopback}),
+    [](const auto& param) {
+      return std::string(name_of(param.param.strategy)) + "_" + name_of(param.param.group);
+    });
 
 TEST_P(FailureTest, ALateRankIsNamedWithPhaseAndRound) {
-  spawn_ranks(3, [](Communicator& communicator) {
-    AllToAll all_to_all(communicator, small_config(GetParam()));
+  spawn(3, [](Communicator& communicator) {
+    AllToAll all_to_all(communicator, config());
     run_round(all_to_all);
     RoundRun round(all_to_all, plan_of(all_to_all));
     if (all_to_all.rank() != 1) {
@@ -123,8 +141,8 @@ TEST(OneSidedFailureTest, ARankThatHoldsAReleasedRoundIsNamedWithPhaseAndRound) 
 }
 
 TEST_P(FailureTest, AbortEndsThePeersWaitsWithItsReason) {
-  spawn_ranks(3, [](Communicator& communicator) {
-    AllToAll all_to_all(communicator, small_config(GetParam()));
+  spawn(3, [](Communicator& communicator) {
+    AllToAll all_to_all(communicator, config());
     run_round(all_to_all);
     RoundRun round(all_to_all, plan_of(all_to_all));
     if (all_to_all.rank() == 2) {
@@ -151,8 +169,8 @@ TEST_P(FailureTest, AbortEndsThePeersWaitsWithItsReason) {
 }
 
 TEST_P(FailureTest, AnotherThreadMayAbortItsOwnRanksWait) {
-  spawn_ranks(2, [](Communicator& communicator) {
-    AllToAll all_to_all(communicator, small_config(GetParam()));
+  spawn(2, [](Communicator& communicator) {
+    AllToAll all_to_all(communicator, config());
     if (all_to_all.rank() == 0) {
       std::thread watchdog([&] {
         std::this_thread::sleep_for(milliseconds(20));
@@ -169,10 +187,10 @@ TEST_P(FailureTest, AnotherThreadMayAbortItsOwnRanksWait) {
 
 TEST_P(FailureTest, ResetBringsBackAnyMixtureOfStages) {
   for (std::uint64_t seed = 0; seed < (testing::kIsSanitizer ? 4 : 16); ++seed) {
-    spawn_ranks(3, [&](Communicator& communicator) {
-      AllToAllConfig config = small_config(GetParam());
-      config.max_in_flight = 2;
-      AllToAll all_to_all(communicator, config);
+    spawn(3, [&](Communicator& communicator) {
+      AllToAllConfig two = config();
+      two.max_in_flight = 2;
+      AllToAll all_to_all(communicator, two);
       testing::RandomBits random(testing::mix(seed, static_cast<std::uint64_t>(all_to_all.rank())));
       // Each rank gives up after another number of calls, some of them before the first.
       try {
@@ -189,8 +207,8 @@ TEST_P(FailureTest, ResetBringsBackAnyMixtureOfStages) {
 }
 
 TEST_P(FailureTest, ARankThatLeftIsLost) {
-  spawn_ranks(2, [](Communicator& communicator) {
-    auto all_to_all = std::make_unique<AllToAll>(communicator, small_config(GetParam()));
+  spawn(2, [](Communicator& communicator) {
+    auto all_to_all = std::make_unique<AllToAll>(communicator, config());
     run_round(*all_to_all);
     if (all_to_all->rank() == 1) {
       all_to_all.reset();  // destroyed without close
@@ -205,8 +223,8 @@ TEST_P(FailureTest, ARankThatLeftIsLost) {
 }
 
 TEST_P(FailureTest, CloseWaitsForNoRankThatNeverComes) {
-  spawn_ranks(2, [](Communicator& communicator) {
-    auto all_to_all = std::make_unique<AllToAll>(communicator, small_config(GetParam()));
+  spawn(2, [](Communicator& communicator) {
+    auto all_to_all = std::make_unique<AllToAll>(communicator, config());
     if (all_to_all->rank() == 0) {
       expect_error<PeerTimeout>({"moe", "close", "rank 1"},
                                 [&] { all_to_all->close(milliseconds(30)); });
@@ -219,7 +237,7 @@ TEST_P(FailureTest, CloseWaitsForNoRankThatNeverComes) {
 
 TEST_P(FailureTest, RanksMayCloseOrVanishInAnyOrder) {
   for (std::uint64_t seed = 0; seed < (testing::kIsSanitizer ? 6 : 30); ++seed) {
-    spawn_ranks(4, [&](Communicator& communicator) {
+    spawn(4, [&](Communicator& communicator) {
       testing::RandomBits random(
           testing::mix(seed, static_cast<std::uint64_t>(communicator.rank()), 0xc105eULL));
       const auto pause = [&] {
@@ -227,7 +245,7 @@ TEST_P(FailureTest, RanksMayCloseOrVanishInAnyOrder) {
       };
       std::vector<std::unique_ptr<AllToAll>> objects;
       for (int i = 0; i < 2; ++i) {
-        objects.push_back(std::make_unique<AllToAll>(communicator, small_config(GetParam())));
+        objects.push_back(std::make_unique<AllToAll>(communicator, config()));
       }
       run_round(*objects[seed % 2]);
       for (std::unique_ptr<AllToAll>& object : objects) {  // closed by some, dropped by others

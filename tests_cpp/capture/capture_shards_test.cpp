@@ -28,10 +28,13 @@ using testing::numbers_of;
 using testing::small_capture;
 using testing::spawn_ranks;
 
-TEST(CaptureShardsTest, ShardsOfASequenceAreGatheredAndTrimmed) {
+class CaptureShardsOverTest : public ::testing::TestWithParam<testing::GroupKind> {};
+INSTANTIATE_TEST_SUITE_P(Groups, CaptureShardsOverTest, ::testing::ValuesIn(testing::kGroupKinds));
+
+TEST_P(CaptureShardsOverTest, ShardsOfASequenceAreGatheredAndTrimmed) {
   // One token, two shards: the second rank's row is padding, whatever it holds.
   for (const std::int64_t num_tokens : {1, 5, 6}) {
-    spawn_ranks(2, [num_tokens](Communicator& communicator) {
+    spawn_ranks(GetParam(), 2, [num_tokens](Communicator& communicator) {
       RoutingCaptureConfig config = small_capture(1);
       config.gather = [&](const TensorView& send, const TensorView& recv,
                           const std::vector<std::int64_t>& counts) {

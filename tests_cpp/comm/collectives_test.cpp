@@ -218,10 +218,8 @@ std::string name_of_case(
          std::to_string(std::get<1>(info.param)) + "Rows" + std::to_string(std::get<2>(info.param));
 }
 
-constexpr GroupKind kKinds[] = {GroupKind::kThreads, GroupKind::kLoopback};
-
 INSTANTIATE_TEST_SUITE_P(Sizes, CollectivesTest,
-                         ::testing::Combine(::testing::ValuesIn(kKinds),
+                         ::testing::Combine(::testing::ValuesIn(testing::kGroupKinds),
                                             ::testing::Values(1, 2, 4, 7),
                                             ::testing::Values(0, 1, 37, 30'000)),
                          name_of_case);
@@ -257,7 +255,7 @@ TEST_P(AllReduceTest, SumsInFloat32AndRoundsOnce) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Types, AllReduceTest,
-                         ::testing::Combine(::testing::ValuesIn(kKinds),
+                         ::testing::Combine(::testing::ValuesIn(testing::kGroupKinds),
                                             ::testing::Values(DType::kFloat16, DType::kBFloat16)));
 
 class GroupKindTest : public ::testing::TestWithParam<GroupKind> {};
@@ -292,7 +290,7 @@ TEST_P(GroupKindTest, ManyStepsOfChangingKindsNeverMixTheirData) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Kinds, GroupKindTest, ::testing::ValuesIn(kKinds));
+INSTANTIATE_TEST_SUITE_P(Kinds, GroupKindTest, ::testing::ValuesIn(testing::kGroupKinds));
 
 }  // namespace
 }  // namespace fanfold

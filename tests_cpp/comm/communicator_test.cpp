@@ -40,9 +40,10 @@ TensorView floats(std::vector<float>& values) {
 }
 
 /// Runs `wrong` on every rank, expects the same message everywhere, and that the group still works.
-void expect_same_error(int num_ranks, const std::function<void(Communicator&)>& wrong,
+void expect_same_error(testing::GroupKind kind, int num_ranks,
+                       const std::function<void(Communicator&)>& wrong,
                        const std::string& message) {
-  spawn_ranks(num_ranks, [&](Communicator& comm) {
+  spawn_ranks(kind, num_ranks, [&](Communicator& comm) {
     EXPECT_EQ(message_of<InvalidArgument>([&] { wrong(comm); }), message);
     comm.barrier();
     comm.close();
@@ -56,6 +57,8 @@ TEST(CommunicatorTest, KnowsItsRankSizeKindAndTimeout) {
     EXPECT_EQ(comm.rank(), rank);
     EXPECT_EQ(comm.num_ranks(), 3);
     EXPECT_EQ(comm.kind(), "threads");
+    EXPECT_EQ(comm.hosts(), std::vector<int>(3, 0));
+    EXPECT_TRUE(comm.shares_memory());
     EXPECT_EQ(comm.timeout(), seconds(7));
     EXPECT_FALSE(comm.is_closed());
   }
@@ -104,9 +107,13 @@ TEST(CommunicatorTest, AMovedFromObjectIsRefused) {
 
 // --- Mismatches: the same error on every rank, and the group goes on ---------------------------
 
-TEST(CommunicatorMismatchTest, DifferentCallsNameBoth) {
+class CommunicatorMismatchTest : public ::testing::TestWithParam<testing::GroupKind> {};
+INSTANTIATE_TEST_SUITE_P(Kinds, CommunicatorMismatchTest,
+                         ::testing::ValuesIn(testing::kGroupKinds));
+
+TEST_P(CommunicatorMismatchTest, DifferentCallsNameBoth) {
   expect_same_error(
-      3,
+      GetParam(), 3,
       [](Communicator& comm) {
         std::vector<float> value{1.0F};
         if (comm.rank() == 2) {
@@ -120,9 +127,9 @@ TEST(CommunicatorMismatchTest, DifferentCallsNameBoth) {
       "rank 2");
 }
 
-TEST(CommunicatorMismatchTest, DifferentShapesNameBoth) {
+TEST_P(CommunicatorMismatchTest, DifferentShapesNameBoth) {
   expect_same_error(
-      2,
+      GetParam(), 2,
       [](Communicator& comm) {
         std::vector<float> values(comm.rank() == 0 ? 4 : 6);
         comm.all_reduce(floats(values), floats(values));
@@ -131,9 +138,9 @@ TEST(CommunicatorMismatchTest, DifferentShapesNameBoth) {
       "and rows of 6 float32 on rank 1");
 }
 
-TEST(CommunicatorMismatchTest, DifferentTypesNameBoth) {
+TEST_P(CommunicatorMismatchTest, DifferentTypesNameBoth) {
   expect_same_error(
-      2,
+      GetParam(), 2,
       [](Communicator& comm) {
         std::vector<float> values(4);
         const DType dtype = comm.rank() == 0 ? DType::kFloat32 : DType::kInt32;
@@ -144,9 +151,9 @@ TEST(CommunicatorMismatchTest, DifferentTypesNameBoth) {
       "and rows of 4 int32 on rank 1");
 }
 
-TEST(CommunicatorMismatchTest, DifferentRootsNameBoth) {
+TEST_P(CommunicatorMismatchTest, DifferentRootsNameBoth) {
   expect_same_error(
-      3,
+      GetParam(), 3,
       [](Communicator& comm) {
         std::vector<float> values(4);
         comm.broadcast(floats(values), comm.rank() == 1 ? 2 : 0);
@@ -155,9 +162,9 @@ TEST(CommunicatorMismatchTest, DifferentRootsNameBoth) {
       "rank 1");
 }
 
-TEST(CommunicatorMismatchTest, DifferentCountsNameBoth) {
+TEST_P(CommunicatorMismatchTest, DifferentCountsNameBoth) {
   expect_same_error(
-      2,
+      GetParam(), 2,
       [](Communicator& comm) {
         std::vector<float> send(2);
         std::vector<float> recv(comm.rank() == 0 ? 4 : 5);
@@ -170,9 +177,9 @@ TEST(CommunicatorMismatchTest, DifferentCountsNameBoth) {
       "[3, 2] on rank 1");
 }
 
-TEST(CommunicatorMismatchTest, ARankThatExpectsMoreThanIsSentIsNamedOnBothSides) {
+TEST_P(CommunicatorMismatchTest, ARankThatExpectsMoreThanIsSentIsNamedOnBothSides) {
   expect_same_error(
-      2,
+      GetParam(), 2,
       [](Communicator& comm) {
         std::vector<float> send(4);
         std::vector<float> recv(comm.rank() == 0 ? 4 : 5);

@@ -26,6 +26,7 @@ using std::chrono::milliseconds;
 using std::chrono::seconds;
 using testing::eventually;
 using ::testing::HasSubstr;
+using testing::make_ranks;
 using testing::spawn_ranks;
 
 /// What `body` throws, or a failure of the test.
@@ -45,10 +46,24 @@ TensorView floats(std::vector<float>& values) {
                     {static_cast<std::int64_t>(values.size())});
 }
 
+std::string name_of_kind(const ::testing::TestParamInfo<testing::GroupKind>& info) {
+  return name_of(info.param);
+}
+
+class CommunicatorWaitTest : public ::testing::TestWithParam<testing::GroupKind> {};
+class CommunicatorCloseTest : public ::testing::TestWithParam<testing::GroupKind> {};
+class CommunicatorSplitTest : public ::testing::TestWithParam<testing::GroupKind> {};
+INSTANTIATE_TEST_SUITE_P(Kinds, CommunicatorWaitTest, ::testing::ValuesIn(testing::kGroupKinds),
+                         name_of_kind);
+INSTANTIATE_TEST_SUITE_P(Kinds, CommunicatorCloseTest, ::testing::ValuesIn(testing::kGroupKinds),
+                         name_of_kind);
+INSTANTIATE_TEST_SUITE_P(Kinds, CommunicatorSplitTest, ::testing::ValuesIn(testing::kGroupKinds),
+                         name_of_kind);
+
 // --- Waiting ------------------------------------------------------------------------------------
 
-TEST(CommunicatorWaitTest, ATimeoutNamesTheLateRankAndResetRepairs) {
-  auto ranks = Communicator::threads(3, seconds(20));
+TEST_P(CommunicatorWaitTest, ATimeoutNamesTheLateRankAndResetRepairs) {
+  auto ranks = make_ranks(GetParam(), 3, seconds(20));
   std::atomic<int> num_timeouts{0};
   spawn_ranks(ranks, [&](Communicator& comm) {
     if (comm.rank() != 2) {
@@ -74,8 +89,8 @@ TEST(CommunicatorWaitTest, ATimeoutNamesTheLateRankAndResetRepairs) {
   });
 }
 
-TEST(CommunicatorWaitTest, ALateRankMeetsTheResetOfItsPeer) {
-  auto ranks = Communicator::threads(2, seconds(20));
+TEST_P(CommunicatorWaitTest, ALateRankMeetsTheResetOfItsPeer) {
+  auto ranks = make_ranks(GetParam(), 2, seconds(20));
   std::atomic<bool> has_timed_out{false};
   spawn_ranks(ranks, [&](Communicator& comm) {
     if (comm.rank() == 0) {
@@ -96,8 +111,8 @@ TEST(CommunicatorWaitTest, ALateRankMeetsTheResetOfItsPeer) {
   });
 }
 
-TEST(CommunicatorWaitTest, AnAbortReachesAllRanksWithinMilliseconds) {
-  auto ranks = Communicator::threads(3, seconds(20));
+TEST_P(CommunicatorWaitTest, AnAbortReachesAllRanksWithinMilliseconds) {
+  auto ranks = make_ranks(GetParam(), 3, seconds(20));
   std::atomic<std::int64_t> aborted_at{0};
   spawn_ranks(ranks, [&](Communicator& comm) {
     if (comm.rank() == 1) {
@@ -122,8 +137,8 @@ TEST(CommunicatorWaitTest, AnAbortReachesAllRanksWithinMilliseconds) {
   });
 }
 
-TEST(CommunicatorWaitTest, AnotherThreadMayAbortAWaitingRank) {
-  auto ranks = Communicator::threads(2, seconds(20));
+TEST_P(CommunicatorWaitTest, AnotherThreadMayAbortAWaitingRank) {
+  auto ranks = make_ranks(GetParam(), 2, seconds(20));
   std::thread watchdog([&] {
     std::this_thread::sleep_for(milliseconds(20));
     ranks[0].abort("watchdog");
@@ -132,10 +147,10 @@ TEST(CommunicatorWaitTest, AnotherThreadMayAbortAWaitingRank) {
   watchdog.join();
 }
 
-TEST(CommunicatorWaitTest, ASecondThreadInOneCommunicatorIsRefused) {
+TEST_P(CommunicatorWaitTest, ASecondThreadInOneCommunicatorIsRefused) {
   std::string message;
   const auto try_once = [&] {
-    auto ranks = Communicator::threads(2, seconds(20));
+    auto ranks = make_ranks(GetParam(), 2, seconds(20));
     std::thread waiting([&] {
       try {
         ranks[0].barrier();
@@ -159,8 +174,8 @@ TEST(CommunicatorWaitTest, ASecondThreadInOneCommunicatorIsRefused) {
   EXPECT_THAT(message, HasSubstr("all_gather_bytes: another thread is inside a call"));
 }
 
-TEST(CommunicatorWaitTest, ARankWhoseObjectIsDestroyedIsLostForItsPeers) {
-  auto ranks = Communicator::threads(3, seconds(20));
+TEST_P(CommunicatorWaitTest, ARankWhoseObjectIsDestroyedIsLostForItsPeers) {
+  auto ranks = make_ranks(GetParam(), 3, seconds(20));
   std::thread leaver([rank = std::move(ranks[2])]() mutable {
     std::this_thread::sleep_for(milliseconds(20));
     const Communicator end = std::move(rank);
@@ -188,8 +203,8 @@ TEST(CommunicatorWaitTest, ARankWhoseObjectIsDestroyedIsLostForItsPeers) {
 
 // --- Closing ------------------------------------------------------------------------------------
 
-TEST(CommunicatorCloseTest, ClosingTwiceIsHarmlessAndLaterCallsAreRefused) {
-  auto ranks = Communicator::threads(2, seconds(20));
+TEST_P(CommunicatorCloseTest, ClosingTwiceIsHarmlessAndLaterCallsAreRefused) {
+  auto ranks = make_ranks(GetParam(), 2, seconds(20));
   spawn_ranks(ranks, [&](Communicator& comm) {
     comm.close();
     comm.close();
@@ -202,26 +217,26 @@ TEST(CommunicatorCloseTest, ClosingTwiceIsHarmlessAndLaterCallsAreRefused) {
   });
 }
 
-TEST(CommunicatorCloseTest, ALateCloseIsATimeoutAndTheRankIsClosedAllTheSame) {
-  auto ranks = Communicator::threads(2, seconds(20));
+TEST_P(CommunicatorCloseTest, ALateCloseIsATimeoutAndTheRankIsClosedAllTheSame) {
+  auto ranks = make_ranks(GetParam(), 2, seconds(20));
   EXPECT_THROW(ranks[0].close(milliseconds(20)), PeerTimeout);
   EXPECT_TRUE(ranks[0].is_closed());
   EXPECT_THROW(ranks[1].barrier(), PeerLost);
   ranks[1].close();
 }
 
-TEST(CommunicatorCloseTest, RanksMayBeDestroyedInAnyOrder) {
+TEST_P(CommunicatorCloseTest, RanksMayBeDestroyedInAnyOrder) {
   for (const std::vector<std::size_t>& order :
        {std::vector<std::size_t>{0, 1, 2}, {2, 1, 0}, {1, 2, 0}}) {
-    auto ranks = Communicator::threads(3);
+    auto ranks = make_ranks(GetParam(), 3);
     for (const std::size_t rank : order) const Communicator end = std::move(ranks[rank]);
   }
 }
 
 // --- Split --------------------------------------------------------------------------------------
 
-TEST(CommunicatorSplitTest, EqualColorsFormAGroupOrderedByKey) {
-  spawn_ranks(5, [](Communicator& comm) {
+TEST_P(CommunicatorSplitTest, EqualColorsFormAGroupOrderedByKey) {
+  spawn_ranks(GetParam(), 5, [](Communicator& comm) {
     const int color = comm.rank() == 4 ? -1 : comm.rank() % 2;
     std::optional<Communicator> child = comm.split(color, -comm.rank());
     ASSERT_EQ(child.has_value(), comm.rank() != 4);
@@ -239,8 +254,8 @@ TEST(CommunicatorSplitTest, EqualColorsFormAGroupOrderedByKey) {
   });
 }
 
-TEST(CommunicatorSplitTest, AChildOutlivesItsParent) {
-  spawn_ranks(2, [](Communicator& comm) {
+TEST_P(CommunicatorSplitTest, AChildOutlivesItsParent) {
+  spawn_ranks(GetParam(), 2, [](Communicator& comm) {
     Communicator child = *comm.split(0, comm.rank());
     comm.close();
     child.barrier();

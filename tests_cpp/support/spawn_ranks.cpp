@@ -2,7 +2,9 @@
 #include "support/spawn_ranks.h"
 
 #include <exception>
+#include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -50,6 +52,20 @@ void spawn_ranks(int num_ranks, const std::function<void(Communicator&)>& body,
 
 const char* name_of(GroupKind kind) noexcept {
   return kind == GroupKind::kThreads ? "Threads" : "Loopback";
+}
+
+std::vector<Communicator> make_ranks(GroupKind kind, int num_ranks,
+                                     std::chrono::nanoseconds timeout) {
+  if (kind == GroupKind::kThreads) return Communicator::threads(num_ranks, timeout);
+  LoopbackNetwork network(num_ranks);
+  std::vector<std::optional<Communicator>> made(static_cast<std::size_t>(num_ranks));
+  spawn_on(network, num_ranks, [&](int rank, std::shared_ptr<Transport> transport) {
+    made[static_cast<std::size_t>(rank)] =
+        Communicator::from_transport(std::move(transport), TransportUse::kAlways, timeout);
+  });
+  std::vector<Communicator> ranks;
+  for (std::optional<Communicator>& rank : made) ranks.push_back(std::move(*rank));
+  return ranks;
 }
 
 void spawn_ranks(GroupKind kind, int num_ranks, const std::function<void(Communicator&)>& body,

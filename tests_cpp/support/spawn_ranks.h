@@ -24,7 +24,11 @@ enum class GroupKind : std::uint8_t { kThreads, kLoopback };
 /// The same for ranks of `kind`: kLoopback, over a LoopbackNetwork that delays at random.
 void spawn_ranks(GroupKind kind, int num_ranks, const std::function<void(Communicator&)>& body,
                  std::chrono::nanoseconds timeout = std::chrono::seconds(30));
+/// The ranks of a new group of `kind`; element r is rank r. A loopback group delays nothing.
+std::vector<Communicator> make_ranks(GroupKind kind, int num_ranks,
+                                     std::chrono::nanoseconds timeout = std::chrono::seconds(30));
 const char* name_of(GroupKind kind) noexcept;
+inline constexpr GroupKind kGroupKinds[] = {GroupKind::kThreads, GroupKind::kLoopback};
 
 /// The same on communicators that exist.
 void spawn_ranks(std::vector<Communicator>& ranks, const std::function<void(Communicator&)>& body);

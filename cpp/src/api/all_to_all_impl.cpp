@@ -105,8 +105,10 @@ AllToAll::Impl::Impl(Communicator& communicator, const AllToAllConfig& config, A
   if (owner != nullptr && config.device == DeviceType::kGpu) {
     throw Unsupported("workspace_of: expected none on device 'cuda', got one");
   }
+  const comm::Group& group = communicator.impl()->group();
   api::ResolvedConfig resolved =
-      api::resolve(owner == nullptr ? config : config_beside(config, *owner->exchange_), num_ranks);
+      api::resolve(owner == nullptr ? config : config_beside(config, *owner->exchange_), num_ranks,
+                   group.shares_memory() ? "" : group.why_no_memory());
   if (owner != nullptr) check_beside(resolved.config, *owner->exchange_);
   const base::Deadline limit(config.timeout);
   setup.map = plan::build_expert_map(config.placement, config.num_experts, num_ranks);

@@ -107,6 +107,47 @@ std::string resolve_strategy(AllToAllConfig& config) {
   return "one_sided: all ranks share the memory of this machine, and it moves each row once";
 }
 
+bool needs_shared_memory(Strategy strategy) noexcept {
+  switch (strategy) {
+    case Strategy::kOneSided:
+    case Strategy::kTwoSided:
+    case Strategy::kHighThroughput:
+    case Strategy::kLowLatency:
+      return true;
+    case Strategy::kBroadcast:
+    case Strategy::kGatherScatter:
+    case Strategy::kBatched:
+    case Strategy::kAuto:
+      return false;
+  }
+  return true;
+}
+
+/// Where the ranks reach no memory of each other, for the reason `no_memory`.
+std::string resolve_strategy_without_memory(AllToAllConfig& config, const std::string& no_memory) {
+  const bool is_auto = config.strategy == Strategy::kAuto;
+  if (config.device == DeviceType::kGpu) {
+    throw Unsupported(
+        str("device: expected 'cpu' where ranks share no memory (", no_memory, "), got 'cuda'"));
+  }
+  if (needs_shared_memory(config.strategy)) {
+    throw Unsupported(str("strategy: ", name_of(config.strategy),
+                          " needs memory that all ranks share, expected broadcast, gather_scatter, "
+                          "batched or auto: ",
+                          no_memory));
+  }
+  if (is_auto && (config.dispatch_wire != Wire::kNone || config.combine_wire != Wire::kNone)) {
+    throw Unsupported(
+        str("dispatch_wire, combine_wire: only low_latency packs rows for the wire, "
+            "and needs memory that all ranks share; expected none: ",
+            no_memory));
+  }
+  if (!is_auto) return str(name_of(config.strategy), ": asked for by name");
+  config.strategy = Strategy::kGatherScatter;
+  return str("gather_scatter: the ranks share no memory (", no_memory,
+             "), and of what goes through messages it takes the fewest steps");
+}
+
 std::string resolve_strategy_on_gpu(AllToAllConfig& config) {
   if (config.strategy == Strategy::kOneSided || config.strategy == Strategy::kLowLatency) {
     return str(name_of(config.strategy), ": asked for by name");
@@ -205,7 +246,7 @@ void check_wires(const AllToAllConfig& config, const Capabilities& record) {
 
 }  // namespace
 
-ResolvedConfig resolve(const AllToAllConfig& config, int num_ranks) {
+ResolvedConfig resolve(const AllToAllConfig& config, int num_ranks, const std::string& no_memory) {
   check_scalars(config);
   check_range("num_ranks", num_ranks, 1, AllToAll::kMaxRanks);
   check_range("max_tokens_per_rank * num_ranks * top_k",
@@ -217,7 +258,11 @@ ResolvedConfig resolve(const AllToAllConfig& config, int num_ranks) {
     out.check_ids = is_on_gpu ? CheckIds::kDrop : CheckIds::kRaise;
   }
   resolve_sizes(out);
-  resolved.choice = is_on_gpu ? resolve_strategy_on_gpu(out) : resolve_strategy(out);
+  if (no_memory.empty()) {
+    resolved.choice = is_on_gpu ? resolve_strategy_on_gpu(out) : resolve_strategy(out);
+  } else {
+    resolved.choice = resolve_strategy_without_memory(out, no_memory);
+  }
   const Capabilities record = exchange::capabilities_of(out.strategy, out.device);
   if (is_on_gpu) check_gpu(out, num_ranks, record);
   check_layout(out, record);

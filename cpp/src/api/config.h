@@ -17,8 +17,10 @@ struct ResolvedConfig {
   std::string choice;
 };
 
+/// `no_memory`: why the ranks reach no memory of each other; empty: they do.
 /// @throws InvalidArgument, Unsupported
-ResolvedConfig resolve(const AllToAllConfig& config, int num_ranks);
+ResolvedConfig resolve(const AllToAllConfig& config, int num_ranks,
+                       const std::string& no_memory = "");
 
 /// Names and values.
 using Fields = std::vector<std::pair<std::string, std::string>>;

@@ -5,6 +5,8 @@
 
 #include <thread>
 
+#include "base/format.h"
+
 namespace fanfold::comm {
 namespace {
 
@@ -24,5 +26,15 @@ Group::Group(int rank, int num_ranks)
       num_ranks_(num_ranks),
       may_spin_(num_ranks <= num_cores()),
       hosts_(static_cast<std::size_t>(num_ranks), 0) {}
+
+std::string Group::why_no_memory() const {
+  const std::string end = base::str("a '", kind(), "' transport connects them");
+  for (int rank = 1; rank < num_ranks_; ++rank) {
+    const int host = hosts_[static_cast<std::size_t>(rank)];
+    if (host != 0)
+      return base::str("rank 0 is on host 0, rank ", rank, " on host ", host, "; ", end);
+  }
+  return base::str("all ", num_ranks_, " ranks are on one host, but ", end);
+}
 
 }  // namespace fanfold::comm

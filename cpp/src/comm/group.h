@@ -75,6 +75,8 @@ class Group {
 
   /// Whether the windows of all ranks are the same memory on all of them.
   virtual bool shares_memory() const noexcept { return true; }
+  /// Why not: "rank 0 is on host 0 and rank 2 on host 1, ...".
+  std::string why_no_memory() const;
   /// Where `windows` of this group are copies: what keeps them alike. Else null.
   virtual std::shared_ptr<RemoteWindows> remote_windows(const Windows& /*windows*/) const {
     return nullptr;

@@ -57,7 +57,7 @@ void Gathering::dispatch_send(Slot& slot, const DispatchCall& call) {
     most_bytes += call.round_max_tokens * spans_[i].row_bytes;
   }
   const bool at_once =
-      !is_gathered() && std::int64_t{sizeof head} + most_bytes <= channel_->stream_room();
+      !has_shared_blocks() && std::int64_t{sizeof head} + most_bytes <= channel_->stream_room();
   const auto take = [&](const Parts& parts) {
     if (take_heads(parts)) {
       accept_dispatch(slot, call);
@@ -70,7 +70,7 @@ void Gathering::dispatch_send(Slot& slot, const DispatchCall& call) {
   };
   gather(slot, 0, at_once ? spans_.size() : first_payload, take, call.deadline);
   if (at_once) return;
-  if (is_gathered()) {
+  if (has_shared_blocks()) {
     push_payloads(slot);
     // Release of the rows: this step, which begins with a store fence. Acquire: its end.
     gather(slot, spans_.size(), spans_.size(), [](const Parts&) {}, call.deadline);
@@ -109,8 +109,8 @@ void Gathering::take_indices(const Parts& parts, std::size_t last) {
   }
 }
 
-/// When all indices are there: decides where every row goes, then moves this rank's own (gathered:
-/// they have been pushed).
+/// When all indices are there: decides where every row goes, then moves this rank's own (in shared
+/// blocks they have been pushed).
 void Gathering::place(Slot& slot) {
   if (!slot.routing && !is_gathered()) count_rows(slot);
   std::int32_t* rank_counts = counts(slot);
@@ -127,7 +127,7 @@ void Gathering::place(Slot& slot) {
   } else {
     keep_routed_rows(slot);
   }
-  if (is_gathered()) return;
+  if (has_shared_blocks()) return;
   for (std::size_t i = 0; i < slot.payloads.size(); ++i) {
     const RowSpan& own = spans_[index_targets_.size() + i];
     copy_payload(slot, slot.payloads[i], rank_, own, 0, own.bytes());
@@ -216,12 +216,14 @@ void Gathering::copy_payload(const Slot& slot, const PayloadSpec& spec, int sour
   const auto index = static_cast<std::size_t>(source);
   const std::int64_t num_rows = picked_begin_[index + 1] - picked_begin_[index];
   const bool keeps_all = num_rows == slot.token_counts[index];
-  const std::int32_t* rows = picked(slot).data() + picked_begin_[index];  // not if it keeps all
+  const std::int32_t* rows = keeps_all ? nullptr : picked(slot).data() + picked_begin_[index];
   const auto token_of = [&](std::int64_t at) {
     return keeps_all ? at : rows[at] - token_begin_[index];
   };
   std::byte* target =
-      slot_base(slot) + spec.region_offset + slot.row_begin[index] * spec.stride_bytes;
+      is_gathered()
+          ? block_base(slot) + spec.gathered_offset + token_begin_[index] * spec.stride_bytes
+          : slot_base(slot) + spec.region_offset + slot.row_begin[index] * spec.stride_bytes;
   const bool dense = from.is_dense() && spec.stride_bytes == spec.row_bytes;
   const std::int64_t first_token = begin / spec.row_bytes;
   std::int64_t at = first_token;

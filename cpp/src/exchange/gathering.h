@@ -14,6 +14,10 @@
 // step of the channel says that they are there. At combine a step says that the results are there,
 // and each rank adds those of its tokens where they lie.
 //
+// Where the ranks share no memory (`has_shared_blocks`), each has only its own block: the rows go
+// through the channel as in the other layouts, and at combine a rank sends each other the results
+// of that one's tokens, all of them, by token.
+//
 // Why no block is overwritten while somebody needs it. A rank writes rows into the blocks of a
 // slot, or results into its own, once it has the heads of all ranks for this round. A rank that has
 // sent that head has left the slot's earlier round, however it ended there: by a combine, after
@@ -71,6 +75,7 @@ class Gathering : public Collective {
 
   /// How many rows of `source`'s tokens `destination` has.
   std::int64_t rows_between(const Slot& slot, int source, int destination) const noexcept {
+    if (is_gathered()) return slot.token_counts[static_cast<std::size_t>(source)];
     const auto& matrix = slot.routing ? slot.routing->rows_matrix : slot.rows_matrix;
     return matrix[static_cast<std::size_t>(std::int64_t{source} * num_ranks() + destination)];
   }
@@ -88,6 +93,9 @@ class Gathering : public Collective {
   };
 
   // Blocks (gathering_blocks.cpp).
+  /// Whether rows and results lie in blocks that all ranks reach, rather than going through the
+  /// channel.
+  bool has_shared_blocks() const noexcept { return is_gathered() && shares_memory_; }
   std::byte* block_of(const Slot& slot, int rank) const noexcept {
     return blocks_[static_cast<std::size_t>(rank)] + slot.index * workspace_.block_stride;
   }
@@ -138,8 +146,14 @@ class Gathering : public Collective {
   std::vector<std::int64_t> mine_begin_;     // [R+1] of each rank's rows among those that came home
   std::vector<std::int32_t> order_;          // 0, 1, 2, …
 
+  /// Where results that came home through the channel lie.
+  std::byte* home() const noexcept { return home_ != nullptr ? home_.get() : mine(); }
+
   const base::Kernels& kernels_;
-  std::vector<std::byte*> blocks_;  // of slot 0, by rank; none but in layout gathered
+  const bool shares_memory_;
+  std::shared_ptr<std::byte> home_;  // null: `mine()` has room
+  std::vector<std::byte*>
+      blocks_;  // of slot 0, by rank (copies of peers' are unused); only in layout gathered
   std::shared_ptr<const Kept> kept_;
   std::vector<std::byte*> push_targets_;  // scratch [R]
 };

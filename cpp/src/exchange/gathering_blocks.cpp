@@ -7,6 +7,8 @@
 #include <utility>
 
 #include "base/format.h"
+#include "base/mapping.h"
+#include "comm/communicator_impl.h"
 #include "exchange/gathering.h"
 #include "fanfold/error.h"
 
@@ -14,7 +16,8 @@ namespace fanfold::exchange {
 
 Gathering::Gathering(Setup setup, base::Deadline deadline)
     : Collective(std::move(setup), deadline),
-      kernels_(base::kernels(base::isa_from_name(config().test_knobs.isa.c_str()))) {
+      kernels_(base::kernels(base::isa_from_name(config().test_knobs.isa.c_str()))),
+      shares_memory_(setup_.communicator->group().shares_memory()) {
   if (setup_.workspace_of != nullptr) {
     const plan::Workspace& owner = setup_.workspace_of->workspace();
     if (workspace_.block_stride > owner.block_stride) {
@@ -34,6 +37,10 @@ Gathering::Gathering(Setup setup, base::Deadline deadline)
       blocks_.push_back(window->data() + workspace_.block_offset);
     }
     push_targets_.resize(blocks_.size());
+    if (!shares_memory_) {
+      home_ = base::map_private(workspace_.max_tokens_per_rank * num_ranks() *
+                                workspace_.rows_per_token * workspace_.wire_row_bytes);
+    }
   }
   kept_ = std::make_shared<Kept>(std::move(kept));
 }

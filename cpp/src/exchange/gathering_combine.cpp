@@ -21,7 +21,12 @@ void Gathering::combine_send(Slot& slot, const CombineCall& call) {
 
 /// Where the partial rows lie that go through the channel.
 void Gathering::find_partials(const Slot& slot) {
-  partial_begin_ = slot.row_begin;
+  if (is_gathered()) {
+    begin_groups(partial_begin_, num_ranks(),
+                 [&](int source) { return slot.token_counts[static_cast<std::size_t>(source)]; });
+  } else {
+    partial_begin_ = slot.row_begin;
+  }
   begin_groups(mine_begin_, num_ranks(), [&](int root) {
     return root == rank_ ? std::int64_t{0} : rows_between(slot, rank_, root);
   });
@@ -29,8 +34,8 @@ void Gathering::find_partials(const Slot& slot) {
 
 RowSpan Gathering::partials_of(const Slot& slot, int source) const noexcept {
   const std::int64_t first = partial_begin_[static_cast<std::size_t>(source)];
-  return {combine_rows(slot) + first * step_bytes_, rows_between(slot, source, rank_), step_bytes_,
-          step_bytes_};
+  std::byte* const rows = is_gathered() ? results_of(slot, rank_) : combine_rows(slot);
+  return {rows + first * step_bytes_, rows_between(slot, source, rank_), step_bytes_, step_bytes_};
 }
 
 /// If one step brought all, the rows are summed where they lie: nobody writes there before this
@@ -46,12 +51,12 @@ void Gathering::take_partials(const Slot& slot, const Parts& parts) {
       sources_[index] = part.data + first;
       continue;
     }
-    std::byte* home = mine() + mine_begin_[index] * step_bytes_;
-    sources_[index] = home;
+    std::byte* place = home() + mine_begin_[index] * step_bytes_;
+    sources_[index] = place;
     const std::int64_t last = first + rows_between(slot, rank_, root) * step_bytes_;
     const std::int64_t low = std::max(first, part.begin);
     const std::int64_t high = std::min(last, part.begin + part.bytes);
-    if (low < high) copy_bytes(home + (low - first), part.data + (low - part.begin), high - low);
+    if (low < high) copy_bytes(place + (low - first), part.data + (low - part.begin), high - low);
   }
 }
 
@@ -61,13 +66,13 @@ void Gathering::combine_recv(Slot& slot, const CombineCall& call) {
   const CallHead head = combine_head(slot, *call.inputs, params.hidden);
   heads_[static_cast<std::size_t>(rank_)] = head;
   step_bytes_ = params.row_bytes * workspace_.rows_per_token;
-  if (!is_gathered()) find_partials(slot);
+  if (!has_shared_blocks()) find_partials(slot);
   // Weighting origin adds single rows in a stated order; there is no partial to reduce.
   if (!config().deterministic && config().weighting != Weighting::kOrigin) {
     sum_by_transport(slot, call, head, params);
     return;
   }
-  if (is_gathered()) {
+  if (has_shared_blocks()) {
     pull_results(slot, call, head, params);
     return;
   }

@@ -45,6 +45,11 @@ Impl& checked(const std::shared_ptr<Impl>& impl) {
 
 std::shared_ptr<Communicator::Impl> usable(const Communicator& communicator) {
   checked(communicator.impl()).check_usable("allocator");
+  const comm::Group& group = communicator.impl()->group();
+  if (!group.shares_memory()) {
+    throw Unsupported(base::str("allocator: expected ranks that share memory, got others: ",
+                                group.why_no_memory()));
+  }
   return communicator.impl();
 }
 
