@@ -23,28 +23,6 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path / "store")
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_messages_arrive_complete_and_in_order(store: str, num_ranks: int) -> None:
-    assert spawn_processes(num_ranks, transports.messages_over_gloo, store, 60) == [[]] * num_ranks
-
-
-def test_a_killed_rank_is_lost_after_its_last_message(store: str) -> None:
-    outcomes = process_outcomes(3, transports.a_gloo_rank_dies, store)
-    assert isinstance(outcomes[1].error, RankEnded)
-    assert outcomes[1].error.signal == signal.SIGKILL
-    for survivor, wanted in ((0, "last word"), (2, "")):
-        assert outcomes[survivor].error is None, outcomes[survivor].text
-        seconds, reason, heard = outcomes[survivor].value
-        assert seconds < 2
-        assert reason == "its connection was closed"
-        assert heard == wanted
-
-
-@pytest.mark.parametrize("way", ["together", "a late rank", "unread messages"])
-def test_a_process_ends_well_with_an_open_transport(store: str, way: str) -> None:
-    assert spawn_processes(3, transports.leave_gloo_open, store, way) == [None] * 3
-
-
 class Scenarios:
     """Runs all on one group when the first is asked for."""
 
@@ -71,21 +49,23 @@ def test_scenario(scenarios: Scenarios, name: str) -> None:
     assert scenarios.errors(name) == [""] * 4
 
 
-def test_ways_to_use_a_group(store: str) -> None:
-    assert spawn_processes(4, transports.ways_to_use_gloo, store) == [[]] * 4
-
-
-@pytest.mark.parametrize("strategy", ["broadcast", "gather_scatter", "batched"])
-def test_a_rank_killed_between_rounds_is_lost_to_its_peers(store: str, strategy: str) -> None:
-    outcomes = process_outcomes(3, transports.rounds_until_a_gloo_rank_dies, store, strategy)
+def test_a_killed_rank_is_lost_to_its_peers(store: str) -> None:
+    strategies = ["broadcast", "gather_scatter", "batched"]
+    outcomes = process_outcomes(3, transports.a_gloo_rank_dies, store, strategies)
     assert isinstance(outcomes[1].error, RankEnded)
-    for survivor in (0, 2):
+    assert outcomes[1].error.signal == signal.SIGKILL
+    for survivor, last_word in ((0, "last word"), (2, "")):
         assert outcomes[survivor].error is None, outcomes[survivor].text
-        rank, seconds, text = outcomes[survivor].value
-        assert rank == 1, text
-        assert "rank 1 is gone: its connection was closed" in text
-        assert seconds < 2
+        told, reason, heard = outcomes[survivor].value
+        assert len(told) == len(strategies)
+        for rank, seconds, text in told:
+            assert rank == 1, text
+            assert "rank 1 is gone: its connection was closed" in text
+            assert seconds < 2
+        assert reason == "its connection was closed"
+        assert heard == last_word
 
 
-def test_a_process_ends_well_with_an_open_communicator(store: str) -> None:
-    assert spawn_processes(3, transports.leave_communicator_open, store) == ["left"] * 3
+@pytest.mark.parametrize("is_ragged", [False, True], ids=["together", "ragged"])
+def test_a_process_ends_well_with_all_left_open(store: str, is_ragged: bool) -> None:
+    assert spawn_processes(3, transports.leave_gloo_open, store, is_ragged) == ["left"] * 3

@@ -76,148 +76,136 @@ def gloo(rank: int, num_ranks: int, store: str) -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-def messages_over_gloo(comm: fanfold.Communicator, store: str, count: int) -> list[str]:
-    """Messages on two transports of one group, while the group works for its user."""
-    with gloo(comm.rank, comm.num_ranks, store) as dist:
-        import torch
-
-        from fanfold.torch_transport import TorchTransport
-
-        group = dist.group.WORLD
-        transports = [TorchTransport(group), TorchTransport(group)]
-        for transport in transports:
-            transport.start(MAX_BYTES)
-        for transport in transports:
-            exchange_messages(transport, count)
-            total = torch.ones(1000)
-            dist.all_reduce(total)
-            assert total[0] == comm.num_ranks
-        for transport in transports:
-            transport.close(20.0)
-        assert all(transport.lost_reason(0) or comm.rank == 0 for transport in transports)
-        return our_threads()
-
-
-def a_gloo_rank_dies(comm: fanfold.Communicator, store: str) -> tuple[float, str, str]:
-    """Rank 1 ends itself; how long the others take to hear of it, and what they hear."""
-    with gloo(comm.rank, comm.num_ranks, store) as dist:
-        from fanfold.torch_transport import TorchTransport
-
-        transport = TorchTransport(dist.group.WORLD)
-        transport.start(MAX_BYTES)
-        exchange_messages(transport, 3)
-        if comm.rank == 1:
-            transport.send(0, bytearray(b"last word"))
-            time.sleep(0.2)
-            os.kill(os.getpid(), signal.SIGKILL)
-        begin = time.monotonic()
-        heard = b""
-        while not transport.lost_reason(1) and time.monotonic() < begin + 20:
-            received = transport.receive(0.05)
-            if received is not None:
-                heard += bytes(received[1])
-        seconds = time.monotonic() - begin
-        transport.send(1, bytearray(b"nobody reads this"))
-        others = [r for r in range(comm.num_ranks) if r not in (1, comm.rank)]
-        told = {transport.lost_reason(other) for other in others}
-        assert told <= {"", "it has closed the communicator"}, told
-        transport.close(10.0)
-        assert our_threads() == []
-        return seconds, transport.lost_reason(1), heard.decode()
-
-
-def leave_gloo_open(comm: fanfold.Communicator, store: str, way: str) -> None:
-    """End with a transport that is open: `way` says who still lives and works."""
-    with gloo(comm.rank, comm.num_ranks, store) as dist:
-        from fanfold.torch_transport import TorchTransport
-
-        transport = TorchTransport(dist.group.WORLD)
-        transport.start(MAX_BYTES)
-        exchange_messages(transport, 3)
-        if way == "a late rank" and comm.rank == 1:
-            time.sleep(3.5)
-        if way == "unread messages":
-            for _ in range(5):
-                transport.send((comm.rank + 1) % comm.num_ranks, bytearray(MAX_BYTES))
-
-
 def over_gloo(group: Any = None, **options: Any) -> fanfold.Communicator:
     """A communicator whose data goes through a group, on one host, too."""
     options = {"transport": "group", "timeout_s": 20.0, **options}
     return fanfold.Communicator.from_torch(group, **options)
 
 
+def _messages(dist: Any) -> None:
+    """Messages on two transports of one group, while the group works for its user."""
+    import torch
+
+    from fanfold.torch_transport import TorchTransport
+
+    group = dist.group.WORLD
+    opened = [TorchTransport(group), TorchTransport(group)]
+    for transport in opened:
+        transport.start(MAX_BYTES)
+    for transport in opened:
+        exchange_messages(transport, 60)
+        total = torch.ones(1000)
+        dist.all_reduce(total)
+        assert total[0] == dist.get_world_size()
+    for transport in opened:
+        transport.close(20.0)
+    peers = [r for r in range(opened[0].num_ranks) if r != opened[0].rank]
+    assert all(transport.lost_reason(peer) for transport in opened for peer in peers)
+
+
+def _ways_to_make_one(dist: Any, comm: fanfold.Communicator) -> None:
+    """Subgroups, groups with a second backend, the group's own work in between, wrong arguments."""
+    import torch
+    import torch.testing._internal.distributed.fake_pg  # backend "fake"
+
+    for transport in ("auto", "shared_memory"):
+        with fanfold.Communicator.from_torch(transport=transport) as made:
+            assert made.kind == "processes"
+            assert made.shares_memory
+    with raises(fanfold.InvalidArgument, "transport: expected 'auto'.*got 'mpi'"):
+        fanfold.Communicator.from_torch(transport="mpi")
+    elsewhere = dist.new_group(backend="fake")
+    with raises(fanfold.Unsupported, "cpu:gloo,cuda:nccl.*got .*fake"):
+        over_gloo(elsewhere)
+    mixed = dist.new_group(backend="cpu:gloo,cuda:fake")
+    odd = dist.new_group([1, 3])
+    if comm.rank % 2 == 0:
+        with raises(fanfold.InvalidArgument, "member"):
+            over_gloo(odd)
+    with over_gloo() as whole, over_gloo() as again, over_gloo(mixed) as other:
+        groups = [whole, again, other]
+        if comm.rank % 2 == 1:
+            groups.append(over_gloo(odd))
+            assert (groups[-1].rank, groups[-1].num_ranks) == (comm.rank // 2, 2)
+        exchanges = [make(each, strategy="batched") for each in groups]
+        for step in range(5):
+            for a2a in exchanges:
+                works(a2a, a2a.rank, num_rounds=1)
+                if a2a.num_ranks == comm.num_ranks:
+                    total = torch.full((3,), step)
+                    dist.all_reduce(total)
+                    assert total.tolist() == [step * comm.num_ranks] * 3
+        if comm.rank % 2 == 1:
+            groups[-1].close()
+
+
 def scenarios_over_gloo(comm: fanfold.Communicator, store: str) -> dict[str, str]:
-    """All of what a communicator must do, on one group."""
-    with gloo(comm.rank, comm.num_ranks, store):
+    """All of what a communicator must do, and what one over a group must, on one group."""
+    with gloo(comm.rank, comm.num_ranks, store) as dist:
+        _messages(dist)
+        _ways_to_make_one(dist, comm)
+        assert our_threads() == []
         errors = run_all(over_gloo, "gloo")
         assert our_threads() == [] or any(errors.values())
         return errors
 
 
-def ways_to_use_gloo(comm: fanfold.Communicator, store: str) -> list[str]:
-    """Subgroups, groups with a second backend, the group's own work in between, wrong arguments."""
+def a_gloo_rank_dies(
+    comm: fanfold.Communicator, store: str, strategies: list[str]
+) -> tuple[list[tuple[int, float, str]], str, str]:
+    """Rounds of several exchanges; rank 1 kills itself in the middle.
+
+    Returns for each exchange who was lost, how fast and in which words, then the same of a bare
+    transport, with the last message that came over it.
+    """
     with gloo(comm.rank, comm.num_ranks, store) as dist:
-        import torch
-        import torch.testing._internal.distributed.fake_pg  # backend "fake"
+        from fanfold.torch_transport import TorchTransport
 
-        for transport in ("auto", "shared_memory"):
-            with fanfold.Communicator.from_torch(transport=transport) as made:
-                assert made.kind == "processes"
-                assert made.shares_memory
-        with raises(fanfold.InvalidArgument, "transport: expected 'auto'.*got 'mpi'"):
-            fanfold.Communicator.from_torch(transport="mpi")
-        elsewhere = dist.new_group(backend="fake")
-        with raises(fanfold.Unsupported, "cpu:gloo,cuda:nccl.*got .*fake"):
-            over_gloo(elsewhere)
-        mixed = dist.new_group(backend="cpu:gloo,cuda:fake")
-        odd = dist.new_group([1, 3])
-        if comm.rank % 2 == 0:
-            with raises(fanfold.InvalidArgument, "member"):
-                over_gloo(odd)
-        with over_gloo() as whole, over_gloo() as again, over_gloo(mixed) as other:
-            groups = [whole, again, other]
-            if comm.rank % 2 == 1:
-                groups.append(over_gloo(odd))
-                assert (groups[-1].rank, groups[-1].num_ranks) == (comm.rank // 2, 2)
-            exchanges = [make(each, strategy="batched") for each in groups]
-            for step in range(5):
-                for a2a in exchanges:
-                    works(a2a, a2a.rank, num_rounds=1)
-                    if a2a.num_ranks == comm.num_ranks:
-                        total = torch.full((3,), step)
-                        dist.all_reduce(total)
-                        assert total.tolist() == [step * comm.num_ranks] * 3
-            if comm.rank % 2 == 1:
-                groups[-1].close()
-        return our_threads()
-
-
-def rounds_until_a_gloo_rank_dies(
-    comm: fanfold.Communicator, store: str, strategy: str
-) -> tuple[int, float, str]:
-    """Rounds; rank 1 kills itself in the middle. Returns whom the others lost, and how fast."""
-    with gloo(comm.rank, comm.num_ranks, store):
-        made = over_gloo()
-        a2a = make(made, strategy=strategy)
-        works(a2a, comm.rank)
+        transport = TorchTransport(dist.group.WORLD)
+        transport.start(MAX_BYTES)
+        exchange_messages(transport, 3)
+        exchanges = [make(over_gloo(), strategy=strategy) for strategy in strategies]
+        for a2a in exchanges:
+            works(a2a, comm.rank, num_rounds=1)
+        dist.barrier()
         if comm.rank == 1:
+            transport.send(0, bytearray(b"last word"))
+            time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGKILL)
         begin = time.monotonic()
-        try:
-            while True:
-                works(a2a, comm.rank, num_rounds=1)
-        except fanfold.PeerLost as error:
-            seconds = time.monotonic() - begin
-            time.sleep(0.5)  # the other one finds out, too, before this one leaves
-            return error.rank, seconds, str(error)
+        told = []
+        for a2a in exchanges:
+            try:
+                while True:
+                    works(a2a, comm.rank, num_rounds=1)
+            except fanfold.PeerLost as error:
+                told.append((error.rank, time.monotonic() - begin, str(error)))
+        heard = b""
+        while not transport.lost_reason(1) and time.monotonic() < begin + 20:
+            received = transport.receive(0.05)
+            if received is not None:
+                heard += bytes(received[1])
+        transport.send(1, bytearray(b"nobody reads this"))
+        time.sleep(0.5)  # the other one finds out, too, before this one leaves
+        transport.close(10.0)
+        return told, transport.lost_reason(1), heard.decode()
 
 
-def leave_communicator_open(comm: fanfold.Communicator, store: str) -> str:
-    """End without closing anything."""
-    with gloo(comm.rank, comm.num_ranks, store):
+def leave_gloo_open(comm: fanfold.Communicator, store: str, is_ragged: bool) -> str:
+    """End with a communicator, an exchange and a transport open; ragged: at different times."""
+    with gloo(comm.rank, comm.num_ranks, store) as dist:
+        from fanfold.torch_transport import TorchTransport
+
+        transport = TorchTransport(dist.group.WORLD)
+        transport.start(MAX_BYTES)
         made = over_gloo()
         a2a = make(made, strategy="batched")
         works(a2a, comm.rank)
+        dist.barrier()
         sys.modules["kept"] = (made, a2a)  # type: ignore[assignment]  # until the interpreter ends
+        if is_ragged:
+            for _ in range(5):
+                transport.send((comm.rank + 1) % comm.num_ranks, bytearray(MAX_BYTES))
+            if comm.rank == 1:
+                time.sleep(3.5)
         return "left"
