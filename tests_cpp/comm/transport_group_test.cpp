@@ -376,7 +376,7 @@ TEST(TransportFaultTest, AnAbortIsNamedBeforeTheResetsThatAnswerIt) {
       try {
         for (;;) comm.barrier();
       } catch (const PeerAborted& error) {
-        EXPECT_EQ(error.rank(), culprit) << error.what();
+        EXPECT_EQ(error.rank(), culprit) << "on rank " << comm.rank() << ": " << error.what();
         EXPECT_EQ(error.reason(), "round " + std::to_string(round));
       }
       comm.reset();

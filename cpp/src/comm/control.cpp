@@ -158,10 +158,12 @@ void Control::store_line(AbortLine& line, std::uint64_t word, const Text& text) 
   line.word.store(word, std::memory_order_release);  // acquire: read_line
 }
 
-/// `store_line` for the line of `source` in a peer's window.
+/// `store_line` for the line of `source` in a peer's window. An older one of the source itself may
+/// come later than a newer one that another rank passes on.
 void Control::add_line(Stores& stores, int source, std::uint64_t word, const Text& text) const {
   const AbortLine& line = abort_line(group_.rank(), source);  // at the same place in every window
   const auto at = [&](const void* place) { return offset_in(group_.rank(), place); };
+  stores.if_lower(at(&line.word), word & ~kResetBit, 2 + std::uint32_t{kReasonWords});
   stores.set64(at(&line.word), 0);
   for (std::size_t i = 0; i < kReasonWords; ++i) stores.set64(at(&line.reason[i]), text[i]);
   stores.set64(at(&line.word), word);

@@ -14,6 +14,8 @@
 namespace fanfold::comm {
 namespace {
 
+constexpr std::uint64_t kTopBit = std::uint64_t{1} << 63U;
+
 template <class Word>
 std::atomic<Word>& word_at(std::byte* base, std::uint64_t offset) noexcept {
   return *reinterpret_cast<std::atomic<Word>*>(base + offset);
@@ -81,16 +83,28 @@ void RemoteWindows::apply(const MessageHead& head, const std::vector<std::byte>&
   const auto size = static_cast<std::uint64_t>(bytes_);
   const std::byte* record = message.data() + sizeof head;
   const std::byte* bytes = record + records_bytes;
+  std::uint32_t num_skipped = 0;
   std::uint64_t bytes_left = message.size() - sizeof head - records_bytes;
   for (std::uint32_t i = 0; i < head.count; ++i, record += sizeof(Store)) {
     Store store{};
     std::memcpy(&store, record, sizeof store);
     const bool is_plain = store.kind == Store::Kind::kBytes;
     const std::uint64_t length =
-        is_plain ? store.value : (store.kind == Store::Kind::kSet64 ? 8 : 4);
+        is_plain ? store.value : (store.kind == Store::Kind::kRaise32 ? 4 : 8);
     if (store.offset > size || length > size - store.offset) fail();
     if (is_plain ? length > bytes_left : store.offset % length != 0) fail();
+    if (num_skipped > 0 && !is_plain) {
+      --num_skipped;
+      continue;
+    }
     switch (store.kind) {
+      case Store::Kind::kIfLower:
+        // Acquire: of what another thread stored in the name of a message.
+        if ((word_at<std::uint64_t>(base, store.offset).load(std::memory_order_acquire) &
+             ~kTopBit) >= store.value) {
+          num_skipped = store.num_guarded;
+        }
+        break;
       case Store::Kind::kBytes:
         std::memcpy(base + store.offset, bytes, length);
         bytes += length;

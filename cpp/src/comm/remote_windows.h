@@ -20,16 +20,21 @@ class Stores {
   /// Plain bytes; they are read when the stores are sent.
   void bytes(std::int64_t offset, const std::byte* data, std::int64_t size) {
     if (size == 0) return;
-    records_.push_back({Store::Kind::kBytes, to_u64(offset), to_u64(size)});
+    records_.push_back({Store::Kind::kBytes, 0, to_u64(offset), to_u64(size)});
     parts_.push_back({data, size});
   }
   /// An atomic word of 64 bits, release.
   void set64(std::int64_t offset, std::uint64_t value) {
-    records_.push_back({Store::Kind::kSet64, to_u64(offset), value});
+    records_.push_back({Store::Kind::kSet64, 0, to_u64(offset), value});
   }
   /// An atomic word of 32 bits that is never lowered, release.
   void raise32(std::int64_t offset, std::uint32_t value) {
-    records_.push_back({Store::Kind::kRaise32, to_u64(offset), value});
+    records_.push_back({Store::Kind::kRaise32, 0, to_u64(offset), value});
+  }
+  /// Of the `num_guarded` words that follow none is stored if the word at `offset`, but for its top
+  /// bit, is not below `value`: for what may come from several ranks in any order.
+  void if_lower(std::int64_t offset, std::uint64_t value, std::uint32_t num_guarded) {
+    records_.push_back({Store::Kind::kIfLower, num_guarded, to_u64(offset), value});
   }
 
  private:

@@ -47,13 +47,16 @@ struct MessageHead {
 
 /// One store into a window.
 struct Store {
-  enum class Kind : std::uint64_t {
+  enum class Kind : std::uint32_t {
     kBytes,    // plain bytes, as many as `value` says
     kSet64,    // an atomic word of 64 bits, release
     kRaise32,  // an atomic word of 32 bits, unless it is higher already, release
+    kIfLower,  // none; the `num_guarded` stores that follow are only made if the lower 63 bits of
+               // the word are below `value`
   };
 
   Kind kind;
+  std::uint32_t num_guarded;
   std::uint64_t offset;
   std::uint64_t value;
 };
