@@ -183,7 +183,11 @@ class Broken(Queues):
     [
         ("send", KeyError, "the cable"),
         ("receive", OSError, "the card"),
-        ("nonsense", fanfold.InvalidArgument, r"transport\.receive: expected None or .*'a message'"),
+        (
+            "nonsense",
+            fanfold.InvalidArgument,
+            r"transport\.receive: expected None or .*'a message'",
+        ),
         ("stranger", fanfold.InvalidArgument, r"transport\.receive: expected None or .*\(7, b'"),
         ("reason", fanfold.InvalidArgument, r"transport\.lost_reason: expected a str, got 3"),
     ],
@@ -191,16 +195,19 @@ class Broken(Queues):
 def test_what_a_transport_raises_reaches_the_caller(
     fails: str, error: type[Exception], text: str
 ) -> None:
+    done = threading.Event()
+
     def fn(transport: Any) -> None:
         comm = fanfold.Communicator.from_transport(transport, use="always", timeout_s=2)
         comm.barrier()
-        if transport.rank == 0:
+        if transport.rank == 1:
+            done.wait(20)
+        else:
             transport.fails = fails
             with pytest.raises(error, match=text):
                 comm.all_gather_bytes(b"x")
-                comm.barrier()
-                comm.barrier()
             transport.fails = ""
+            done.set()
 
     for result, _ in on_threads(2, fn, Broken):
         if result is not None:
@@ -208,13 +215,18 @@ def test_what_a_transport_raises_reaches_the_caller(
 
 
 def test_a_lost_peer_is_told_in_the_words_of_the_transport() -> None:
+    done = threading.Event()
+
     def fn(transport: Any) -> Any:
         comm = fanfold.Communicator.from_transport(transport, use="always", timeout_s=20)
         comm.barrier()
-        if transport.rank == 0:
+        if transport.rank == 1:
+            done.wait(20)
+        else:
             transport.lost = "the dog ate the cable"
             with pytest.raises(fanfold.PeerLost, match="rank 1 is gone: the dog ate the cable"):
                 comm.barrier()
+            done.set()
         return "told"
 
     assert [result for result, _ in on_threads(2, fn)] == ["told"] * 2
@@ -262,23 +274,35 @@ def test_arguments_are_checked() -> None:
 
 
 def test_a_bound_transport_is_called_on_its_thread_only() -> None:
-    transport = Queues(0, [queue.SimpleQueue()])
-    transport.is_thread_bound = True
-    comm = fanfold.Communicator.from_transport(transport, use="always", timeout_s=5)
-    comm.barrier()
-    told: list[BaseException] = []
+    done = threading.Event()
 
-    def elsewhere() -> None:
-        try:
-            comm.broadcast(numpy.zeros(3, numpy.float32), 0)
-        except fanfold.InvalidState as error:
-            told.append(error)
+    class Bound(Queues):
+        is_thread_bound = True
 
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
-    comm.close()
-    assert transport.threads <= {threading.get_ident()}
+    def fn(transport: Any) -> list[str]:
+        comm = fanfold.Communicator.from_transport(transport, use="always", timeout_s=20)
+        told = []
+
+        def elsewhere() -> None:
+            try:
+                comm.broadcast(numpy.zeros(3, numpy.float32), 0)
+            except fanfold.InvalidState as error:
+                told.append(str(error))
+
+        if transport.rank == 0:
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+            done.set()
+        done.wait(20)
+        comm.close()
+        assert transport.threads == {threading.get_ident()}
+        return told
+
+    (told, _), (nothing, _) = on_threads(2, fn, Bound)
+    assert len(told) == 1
+    assert "thread that made the communicator" in told[0]
+    assert nothing == []
 
 
 def test_adapters_are_imported_when_they_are_used() -> None:
@@ -286,7 +310,5 @@ def test_adapters_are_imported_when_they_are_used() -> None:
         "import sys, fanfold; fanfold.Communicator.threads(1);"
         "print([name for name in ('torch', 'mpi4py', 'numpy') if name in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
