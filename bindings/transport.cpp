@@ -58,6 +58,25 @@ std::vector<std::byte> bytes_of(nb::handle buffer) {
   return bytes;
 }
 
+/// Throws the error again with its traceback as a note. The library keeps errors of `send` for a
+/// later call, and a traceback would keep the callers' variables, the communicator among them.
+[[noreturn]] void rethrow_without_frames(nb::python_error& error) {
+  error.restore();
+  PyObject* type = nullptr;
+  PyObject* value = nullptr;
+  PyObject* frames = nullptr;
+  PyErr_Fetch(&type, &value, &frames);
+  PyErr_NormalizeException(&type, &value, &frames);
+  const nb::object traceback = nb::steal(frames);
+  if (traceback.is_valid() && nb::hasattr(value, "add_note")) {  // Python 3.11
+    const nb::object lines = nb::module_::import_("traceback").attr("format_tb")(traceback);
+    nb::handle(value).attr("add_note")(nb::str("").attr("join")(lines));
+  }
+  PyException_SetTraceback(value, Py_None);
+  PyErr_Restore(type, value, nullptr);
+  throw nb::python_error();
+}
+
 /// The Python object, seen as a Transport. Its calls come without the GIL.
 class PythonTransport final : public Transport {
  public:
@@ -90,7 +109,11 @@ class PythonTransport final : public Transport {
 
   void send(int peer, const std::vector<Part>& parts) override {
     const nb::gil_scoped_acquire gil;
-    object_.attr("send")(peer, joined(parts));
+    try {
+      object_.attr("send")(peer, joined(parts));
+    } catch (nb::python_error& error) {
+      rethrow_without_frames(error);
+    }
   }
 
   std::optional<Message> receive(Nanoseconds max_wait) override {

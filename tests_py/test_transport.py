@@ -204,10 +204,12 @@ def test_what_a_transport_raises_reaches_the_caller(
             done.wait(20)
         else:
             transport.fails = fails
-            with pytest.raises(error, match=text):
+            with pytest.raises(error, match=text) as caught:
                 comm.all_gather_bytes(b"x")
             transport.fails = ""
             done.set()
+            if fails == "send" and hasattr(caught.value, "__notes__"):
+                assert "raise KeyError" in caught.value.__notes__[0]  # where it was raised
 
     for result, _ in on_threads(2, fn, Broken):
         if result is not None:
