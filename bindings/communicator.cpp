@@ -6,9 +6,12 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
+#include <memory>
+#include <utility>
 
 #include "bind.h"
 #include "convert.h"
+#include "transport.h"
 
 namespace fanfold::python {
 namespace {
@@ -49,6 +52,14 @@ Communicator from_callbacks(int rank, int num_ranks, nb::callable all_gather, nb
   };
   const nogil released;
   return Communicator::from_callbacks(rank, num_ranks, gather, wait, *to_timeout(timeout_s));
+}
+
+Communicator from_transport(nb::object transport, const std::string& use, double timeout_s) {
+  const TransportUse how = to_transport_use(use);
+  const auto timeout = *to_timeout(timeout_s);
+  std::shared_ptr<Transport> made = to_transport(std::move(transport));
+  const nogil released;
+  return Communicator::from_transport(std::move(made), how, timeout);
 }
 
 void bind_creation(nb::class_<Communicator>& c) {
@@ -95,15 +106,50 @@ void bind_creation(nb::class_<Communicator>& c) {
                   "    barrier: returns when every rank has called it.\n"
                   "    Both are called on this thread, and only before this returns.")
       .def_static(
+          "from_transport", &from_transport, "transport"_a, nb::kw_only(), "use"_a = "auto",
+          "timeout_s"_a = kDefaultSeconds,
+          nb::sig("def from_transport(transport: fanfold.transport.Transport, *, use: str "
+                  "= 'auto', timeout_s: float = 60.0) -> Communicator"),
+          R"doc(Ranks that a transport of yours connects, on one host or on several; collective.
+
+Ranks are on one host if the machine's boot id and the network namespace are the same, or the
+environment variable FANFOLD_HOST_ID where one is set.
+
+Args:
+    transport: a fanfold.Transport that has not been started.
+    use: "auto" takes shared memory if all ranks are on one host, and the transport only serves to
+        meet; else the transport carries all data. "shared_memory" refuses ranks on different hosts.
+        "always" uses the transport on one host, too.
+    timeout_s: deadline for joining and default of every call.
+
+Raises:
+    Unsupported: "shared_memory", and the ranks are on different hosts.
+    PeerTimeout: a rank did not join in time.
+    BaseException: what a method of the transport raises, here and in every call.)doc")
+      .def_static(
           "from_torch",
-          [](nb::object group, double timeout_s) {
+          [](nb::object group, const std::string& transport, double timeout_s) {
             return nb::module_::import_("fanfold.interop_torch")
-                .attr("from_torch")(group, "timeout_s"_a = timeout_s);
+                .attr("from_torch")(group, "transport"_a = transport, "timeout_s"_a = timeout_s);
           },
-          "group"_a = nb::none(), nb::kw_only(), "timeout_s"_a = kDefaultSeconds,
-          nb::sig("def from_torch(group: object = None, *, timeout_s: float = 60.0) -> "
-                  "Communicator"),
-          "`processes`, bootstrapped through any torch.distributed group (None: the default one).");
+          "group"_a = nb::none(), nb::kw_only(), "transport"_a = "auto",
+          "timeout_s"_a = kDefaultSeconds,
+          nb::sig("def from_torch(group: object = None, *, transport: str = 'auto', timeout_s: "
+                  "float = 60.0) -> Communicator"),
+          "The ranks of a torch.distributed group (None: the default one); collective. Through\n"
+          "shared memory on one host, else over the group: see fanfold.interop_torch.from_torch.")
+      .def_static(
+          "from_mpi",
+          [](nb::object comm, const std::string& transport, double timeout_s) {
+            return nb::module_::import_("fanfold.interop_mpi")
+                .attr("from_mpi")(comm, "transport"_a = transport, "timeout_s"_a = timeout_s);
+          },
+          "comm"_a = nb::none(), nb::kw_only(), "transport"_a = "auto",
+          "timeout_s"_a = kDefaultSeconds,
+          nb::sig("def from_mpi(comm: object = None, *, transport: str = 'auto', timeout_s: "
+                  "float = 60.0) -> Communicator"),
+          "The ranks of an mpi4py communicator (None: COMM_WORLD); collective. Through shared\n"
+          "memory on one host, else over MPI: see fanfold.interop_mpi.from_mpi.");
 }
 
 /// A collective from `send` to `recv`; Extra: the counts that `method` takes beside them.
@@ -188,7 +234,14 @@ void bind_communicator(nb::module_& m) {
   bind_collectives(c);
   c.def_prop_ro("rank", &Communicator::rank)
       .def_prop_ro("num_ranks", &Communicator::num_ranks)
-      .def_prop_ro("kind", &Communicator::kind, "\"threads\" or \"processes\".")
+      .def_prop_ro("kind", &Communicator::kind,
+                   "\"threads\", \"processes\", or the kind of the transport: \"gloo\", \"mpi\".")
+      .def_prop_ro("hosts", &Communicator::hosts,
+                   "The host of each rank: numbers from 0, in the order of their first ranks.")
+      .def_prop_ro(
+          "shares_memory", &Communicator::shares_memory,
+          "Whether every rank reaches the others' memory, which the strategies one_sided,\n"
+          "low_latency, high_throughput and two_sided need.")
       .def_prop_ro("is_closed", &Communicator::is_closed)
       .def(
           "split",
@@ -199,8 +252,13 @@ void bind_communicator(nb::module_& m) {
           "color"_a, "key"_a = 0, nb::kw_only(), "timeout_s"_a = nb::none(),
           "The ranks of equal color form a group, ordered by (key, rank); collective. A negative\n"
           "color joins none and gets None.")
-      .def("abort", &Communicator::abort, "reason"_a,
-           "Makes waits of all ranks here raise PeerAborted until reset(); any thread.")
+      .def(
+          "abort",
+          [](Communicator& self, const std::string& reason) {
+            const nogil released;
+            self.abort(reason);
+          },
+          "reason"_a, "Makes waits of all ranks here raise PeerAborted until reset(); any thread.")
       .def(
           "reset",
           [](Communicator& self, Seconds timeout_s) {

@@ -90,8 +90,8 @@ def test_a_finding_names_its_line():
 @pytest.mark.parametrize(
     ("path", "text", "words"),
     [
-        ("python/fanfold/all_to_all.py", "import torch\n", "torch_ops.py only"),
-        ("python/fanfold/a.py", "def f():\n    from torch import nn\n", "torch_ops.py only"),
+        ("python/fanfold/all_to_all.py", "import torch\n", "torch_transport.py only"),
+        ("python/fanfold/a.py", "def f():\n    from torch import nn\n", "torch_transport.py only"),
         ("python/fanfold/a.py", "import ctypes\n", "fanfold._core only"),
         ("python/fanfold/a.py", "from _core import X\n", "fanfold._core only"),
         ("python/fanfold/a.py", "from fanfold import interop_torch\n", "inside the function"),

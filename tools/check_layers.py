@@ -157,8 +157,8 @@ def _runs_at_import(tree: ast.Module) -> Iterator[ast.stmt]:
 
 
 # The modules of the package that may import torch; the others may import them when they run only.
-TORCH_MODULES = ("interop_torch", "torch_ops")
-TORCH_FILES = " and ".join(f"fanfold/{name}.py" for name in TORCH_MODULES)
+TORCH_MODULES = ("interop_torch", "torch_ops", "torch_transport")
+TORCH_FILES = ", ".join(f"fanfold/{name}.py" for name in TORCH_MODULES)
 
 
 def check_python(path: PurePosixPath, text: str) -> Iterator[Finding]:

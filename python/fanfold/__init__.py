@@ -44,6 +44,7 @@ from fanfold.errors import (
     Unsupported,
 )
 from fanfold.placement import Placement
+from fanfold.transport import Transport
 
 __all__ = [
     "AllToAll",
@@ -79,6 +80,7 @@ __all__ = [
     "RoutingStoreStats",
     "SymmetricMemory",
     "SystemFailure",
+    "Transport",
     "Unsupported",
     "build_info",
     "join_shards",

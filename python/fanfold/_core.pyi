@@ -19,6 +19,7 @@ from fanfold.errors import (
     Unsupported as _Unsupported
 )
 import fanfold.placement
+import fanfold.transport
 
 
 class Communicator:
@@ -80,9 +81,38 @@ class Communicator:
         """
 
     @staticmethod
-    def from_torch(group: object = None, *, timeout_s: float = 60.0) -> Communicator:
+    def from_transport(transport: fanfold.transport.Transport, *, use: str = 'auto', timeout_s: float = 60.0) -> Communicator:
         """
-        `processes`, bootstrapped through any torch.distributed group (None: the default one).
+        Ranks that a transport of yours connects, on one host or on several; collective.
+
+        Ranks are on one host if the machine's boot id and the network namespace are the same, or the
+        environment variable FANFOLD_HOST_ID where one is set.
+
+        Args:
+            transport: a fanfold.Transport that has not been started.
+            use: "auto" takes shared memory if all ranks are on one host, and the transport only serves to
+                meet; else the transport carries all data. "shared_memory" refuses ranks on different hosts.
+                "always" uses the transport on one host, too.
+            timeout_s: deadline for joining and default of every call.
+
+        Raises:
+            Unsupported: "shared_memory", and the ranks are on different hosts.
+            PeerTimeout: a rank did not join in time.
+            BaseException: what a method of the transport raises, here and in every call.
+        """
+
+    @staticmethod
+    def from_torch(group: object = None, *, transport: str = 'auto', timeout_s: float = 60.0) -> Communicator:
+        """
+        The ranks of a torch.distributed group (None: the default one); collective. Through
+        shared memory on one host, else over the group: see fanfold.interop_torch.from_torch.
+        """
+
+    @staticmethod
+    def from_mpi(comm: object = None, *, transport: str = 'auto', timeout_s: float = 60.0) -> Communicator:
+        """
+        The ranks of an mpi4py communicator (None: COMM_WORLD); collective. Through shared
+        memory on one host, else over MPI: see fanfold.interop_mpi.from_mpi.
         """
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
@@ -127,7 +157,20 @@ class Communicator:
 
     @property
     def kind(self) -> str:
-        """"threads" or "processes"."""
+        """"threads", "processes", or the kind of the transport: "gloo", "mpi"."""
+
+    @property
+    def hosts(self) -> list[int]:
+        """
+        The host of each rank: numbers from 0, in the order of their first ranks.
+        """
+
+    @property
+    def shares_memory(self) -> bool:
+        """
+        Whether every rank reaches the others' memory, which the strategies one_sided,
+        low_latency, high_throughput and two_sided need.
+        """
 
     @property
     def is_closed(self) -> bool: ...

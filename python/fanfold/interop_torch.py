@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only module that touches torch; imported when it is needed."""
+"""Between torch and Fanfold; imported when it is needed."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from fanfold import _core
-from fanfold.errors import InvalidArgument, InvalidState
+from fanfold.errors import InvalidArgument, InvalidState, Unsupported
 
 
 def torch_module() -> Any:
@@ -16,29 +16,60 @@ def torch_module() -> Any:
     return torch
 
 
-def from_torch(group: Any = None, *, timeout_s: float = 60.0) -> _core.Communicator:
-    """Make a communicator of the ranks of a torch.distributed group.
+def from_torch(
+    group: Any = None, *, transport: str = "auto", timeout_s: float = 60.0
+) -> _core.Communicator:
+    """Make a communicator of the ranks of a torch.distributed group; collective.
 
-    The group only bootstraps: its object collectives are called on this thread before this
-    returns. All ranks must be processes of one machine.
+    If all ranks are on one host, the group only serves to meet, and rows travel through shared
+    memory. Else the group carries them, and it must have gloo for CPU tensors ("gloo", or
+    "cpu:gloo,cuda:nccl"). It stays usable for anything else, also in between. Ranks must call this
+    equally often on a group; after a call that failed on some of them, take a new group.
 
     Args:
         group: any ``ProcessGroup``; None means the default group, which must be initialised.
+        transport: "auto" as above; "shared_memory" refuses ranks on different hosts; "group" lets
+            the group carry the rows on one host, too.
         timeout_s: deadline for joining and default of every call.
 
     Returns:
         A communicator whose rank is this process's rank in ``group``.
 
     Raises:
+        InvalidArgument: this process is no member of the group, or an unknown transport.
         InvalidState: torch.distributed is not initialised.
-        Unsupported: the ranks are on different machines.
+        Unsupported: the ranks are on different hosts, and the group has no gloo or "shared_memory"
+            was asked for; or "group", and the group has no gloo.
     """
+    from fanfold.torch_transport import TorchTransport, gloo_group
+
+    uses = {"auto": "auto", "shared_memory": "shared_memory", "group": "always"}
+    if transport not in uses:
+        raise InvalidArgument(
+            f"transport: expected 'auto', 'shared_memory' or 'group', got {transport!r}"
+        )
+    gloo = gloo_group(group)
+    if gloo is not None:
+        return _core.Communicator.from_transport(
+            TorchTransport(gloo), use=uses[transport], timeout_s=timeout_s
+        )
     import torch.distributed as dist
 
-    if not dist.is_available() or not dist.is_initialized():
-        raise InvalidState(
-            "from_torch: torch.distributed is not initialised; call init_process_group first"
-        )
+    lacking = (
+        f"from_torch: expected a group with gloo for CPU tensors, such as 'cpu:gloo,cuda:nccl', "
+        f"got '{dist.get_backend_config(group)}'"
+    )
+    if transport == "group":
+        raise Unsupported(lacking)
+    try:
+        return _from_collectives(group, timeout_s)
+    except Unsupported as error:
+        raise Unsupported(f"{error}; {lacking}") from error
+
+
+def _from_collectives(group: Any, timeout_s: float) -> _core.Communicator:
+    """Meet through the object collectives of a group of any backend."""
+    import torch.distributed as dist
 
     def all_gather(data: bytes) -> list[bytes]:
         gathered: list[Any] = [None] * dist.get_world_size(group)
