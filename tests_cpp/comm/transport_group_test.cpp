@@ -444,9 +444,9 @@ TEST(TransportThreadsTest, ABoundTransportIsForOneThreadButAnyMayAbort) {
   spawn_communicators(network, 2, [&](Communicator& comm) {
     comm.barrier();
     std::thread other([&] {
-      expect_error<InvalidState>(
-          {"barrier", "thread that made the communicator", "'loopback'"},
-          [&] { comm.barrier(); });
+      expect_error<InvalidState>({"barrier", "thread that made the communicator", "'loopback'"},
+                                 [&] { comm.barrier(); });
+      EXPECT_THROW(comm.close(), InvalidState);
     });
     other.join();
     comm.barrier();  // it has sent nothing
