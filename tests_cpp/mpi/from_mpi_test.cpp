@@ -296,9 +296,8 @@ TEST_F(MpiHostsTest, RanksOfTwoHostsUseMpi) {
   EXPECT_EQ(comm.hosts(), (std::vector<int>{0, 0, 1, 1}));
   for (const std::int64_t num : {1, 100, 20'000}) run_collectives(comm, num);
   comm.close();
-  expect_error<Unsupported>({"host"}, [] {
-    from_mpi(MPI_COMM_WORLD, TransportUse::kSharedMemory, seconds(20));
-  });
+  expect_error<Unsupported>(
+      {"host"}, [] { from_mpi(MPI_COMM_WORLD, TransportUse::kSharedMemory, seconds(20)); });
 }
 
 TEST_F(FromMpiTest, ManyGroupsComeAndGo) {

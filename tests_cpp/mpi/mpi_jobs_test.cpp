@@ -57,7 +57,8 @@ class MpiJobs : public ::testing::Test {
 };
 
 TEST_F(MpiJobs, EveryTestPassesOnFourRanks) {
-  const JobResult job = run_job("", "--gtest_brief=1 --gtest_filter=-MpiFunneled*:MpiHosts*:MpiLoss*");
+  const JobResult job =
+      run_job("", "--gtest_brief=1 --gtest_filter=-MpiFunneled*:MpiHosts*:MpiLoss*");
   EXPECT_EQ(job.status, 0) << job.output;
   EXPECT_EQ(job.count("[  PASSED  ]"), 4) << job.output;
 }
