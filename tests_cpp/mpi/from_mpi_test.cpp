@@ -287,6 +287,19 @@ TEST_F(FromMpiTest, StrategiesThatNeedSharedMemoryAreRefusedAndNeverChosen) {
   });
 }
 
+/// A job of its own, which two_hosts.sh starts.
+class MpiHostsTest : public testing::MpiTest {};
+
+TEST_F(MpiHostsTest, RanksOfTwoHostsUseMpi) {
+  Communicator comm = from_mpi(MPI_COMM_WORLD, TransportUse::kAuto, seconds(20));
+  EXPECT_EQ(comm.kind(), "mpi");
+  EXPECT_EQ(comm.hosts(), (std::vector<int>{0, 0, 1, 1}));
+  for (const std::int64_t num : {1, 100, 20'000}) run_collectives(comm, num);
+  comm.close();
+  expect_error<Unsupported>(
+      {"host"}, [] { from_mpi(MPI_COMM_WORLD, TransportUse::kSharedMemory, seconds(20)); });
+}
+
 TEST_F(FromMpiTest, ManyGroupsComeAndGo) {
   for (int round = 0; round < 6; ++round) {
     run([&](Communicator& comm) { run_collectives(comm, 1 + round); });
