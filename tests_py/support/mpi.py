@@ -121,6 +121,29 @@ def messages(count: int) -> tuple[Any, int]:
     return all(opened[0].lost_reason(r) for r in range(comm.size) if r != comm.rank), comm.rank
 
 
+def a_long_message() -> tuple[Any, int]:
+    """Rank 0 sends one and makes no further call for a while; when rank 1 has it."""
+    from mpi4py import MPI
+
+    from fanfold.interop_mpi import MpiTransport
+
+    comm = MPI.COMM_WORLD
+    transport = MpiTransport(comm)
+    transport.start(1 << 24)
+    comm.Barrier()
+    begin = time.monotonic()
+    if comm.rank == 0:
+        transport.send(1, bytearray(1 << 24))
+        time.sleep(2.0)
+    else:
+        while transport.receive(0.1) is None:
+            assert time.monotonic() < begin + 20
+    seconds = time.monotonic() - begin
+    comm.Barrier()
+    transport.close(10.0)
+    return seconds, comm.rank
+
+
 def scenarios() -> tuple[Any, int]:
     """All of what a communicator must do."""
     from mpi4py import MPI
@@ -220,6 +243,7 @@ FUNCTIONS: dict[str, Any] = {
     function.__name__: function
     for function in (
         messages,
+        a_long_message,
         scenarios,
         ways_to_make_one,
         leave_open,
