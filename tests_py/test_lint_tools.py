@@ -37,6 +37,10 @@ def text_findings(path, text):
         ("bindings/module.cpp", '"bind.h"'),
         ("tests_cpp/plan/layout_test.cpp", '"plan/layout.h"'),
         ("cpp/examples/four_ranks.cpp", "<fanfold/communicator.h>"),
+        ("cpp/examples/mpi_ranks.cpp", "<mpi.h>"),
+        ("cpp/include/fanfold/mpi.h", "<mpi.h>"),
+        ("cpp/src/mpi/mpi_transport.h", "<mpi.h>"),
+        ("cpp/src/mpi/mpi_transport.cpp", '"base/format.h"'),
     ],
 )
 def test_an_include_down_the_layers_is_allowed(path, include):
@@ -66,6 +70,10 @@ def test_an_include_down_the_layers_is_allowed(path, include):
         ("cpp/src/other/x.cpp", "<vector>", "no module of cpp/src"),
         ("bindings/module.cpp", '"base/format.h"', '"fanfold/*.h" only'),
         ("cpp/examples/four_ranks.cpp", '"base/format.h"', '"fanfold/*.h" only'),
+        ("cpp/src/mpi/from_mpi.cpp", '"comm/group.h"', "is of comm"),
+        ("cpp/src/api/all_to_all.cpp", '"mpi/mpi_transport.h"', "is of mpi"),
+        ("cpp/src/comm/group.cpp", "<mpi.h>", "in cpp/src/mpi only"),
+        ("cpp/include/fanfold/communicator.h", "<mpi.h>", "in cpp/src/mpi only"),
     ],
 )
 def test_an_include_up_or_across_the_layers_is_reported(path, include, words):

@@ -4,6 +4,7 @@
 
     include/fanfold <- base <- { plan | comm <- memory } <- exec <- { cpu | gpu }
     exchange: exec and below, never a backend; capture: plan and exec; api: everything
+    mpi: include and base; MPI's header there and in fanfold/mpi.h only
 
 Usage: tools/check_layers.py [FILE...]      (without files: the whole repository)
 """
@@ -33,6 +34,8 @@ MODULES: dict[str, set[str]] = {
     "capture": {"include", "base", "plan", "exec"},
 }
 MODULES["api"] = set(MODULES)
+# A library of its own, which sees of the other no more than its users do, and templates of base.
+MODULES["mpi"] = {"include", "base"}
 
 # Headers in angle brackets (or of third parties) and the places that may include them.
 # Built for the simulated device only: it steers that device, for tests.
@@ -40,6 +43,8 @@ SIMULATOR = "bindings/simulator.cpp"
 STEERS = re.compile(r"^(cuda_runtime_api\.h|cudasim/control\.h)$")
 CUDA = re.compile(r"^(cuda(\.h|_.*|/.*)?|cooperative_groups(/.*|\.h)|nccl(_device)?\.h|cub/.*)$")
 PYTHON = re.compile(r"^(Python\.h|nanobind/.*|pybind11/.*)$")
+MPI = re.compile(r"^mpi\.h$")
+MPI_HEADER = "cpp/include/fanfold/mpi.h"
 TORCH = re.compile(r"^(torch|ATen|c10)/.*$")
 STANDARD = re.compile(r"^[a-z0-9_]+$")  # <vector>; <unistd.h> is the system's
 EFFECTS = re.compile(
@@ -97,6 +102,8 @@ def check_foreign_include(place: str, target: str) -> str | None:
     if CUDA.match(target):
         allowed = ("gpu", "gpu/device", "tests")
         return None if place in allowed else f"<{target}>: CUDA headers in cpp/src/gpu only"
+    if MPI.match(target):
+        return None if place in ("mpi", "tests", "user") else f"<{target}>: MPI in cpp/src/mpi only"
     if place == "include" and not STANDARD.match(target):
         return f"<{target}>: public headers include the standard library and themselves only"
     if place == "plan" and EFFECTS.match(target):
@@ -117,6 +124,8 @@ def check_cpp(path: PurePosixPath, text: str) -> Iterator[Finding]:
             continue
         quoted, angled = match.groups()
         if path.as_posix() == SIMULATOR and STEERS.match(quoted or angled):
+            continue
+        if path.as_posix() == MPI_HEADER and MPI.match(angled or ""):
             continue
         if quoted and not (CUDA.match(quoted) or PYTHON.match(quoted) or TORCH.match(quoted)):
             problem = check_project_include(place, quoted)

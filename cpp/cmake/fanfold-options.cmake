@@ -33,6 +33,11 @@ option(
   "Build device_check, which checks and measures a GPU (static library with the GPU backend only)"
   OFF
 )
+option(
+  FANFOLD_MPI
+  "Build the component mpi, which needs an MPI library (fanfold itself never does)"
+  OFF
+)
 option(FANFOLD_INSTALL "Install the library, its headers and its CMake package" ON)
 option(FANFOLD_WERROR "Turn compiler warnings into errors" OFF)
 
@@ -71,6 +76,11 @@ if(FANFOLD_WITH_CUDA AND NOT FANFOLD_CUDA_IS_SIMULATED)
   endif()
   enable_language(CUDA)
   find_package(CUDAToolkit REQUIRED)
+endif()
+
+if(FANFOLD_MPI)
+  set(MPI_CXX_SKIP_MPICXX ON) # its C++ classes, which MPI itself has withdrawn
+  find_package(MPI REQUIRED COMPONENTS CXX GLOBAL) # a project that adds this one links it
 endif()
 
 # fanfold_build_options: warnings and sanitizers for everything built here, never exported.
