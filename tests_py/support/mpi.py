@@ -118,6 +118,7 @@ def messages(count: int) -> tuple[Any, int]:
         assert comm.allreduce(1) == comm.size
     for transport in opened:
         transport.close(20.0)
+    assert not [each for each in threading.enumerate() if each.name.startswith("fanfold mpi")]
     return all(opened[0].lost_reason(r) for r in range(comm.size) if r != comm.rank), comm.rank
 
 
