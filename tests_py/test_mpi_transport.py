@@ -35,6 +35,13 @@ def test_messages_arrive_complete_and_in_order(tmp_path: Path) -> None:
     assert job.status == 0, job.text
 
 
+def test_a_long_message_arrives_while_its_sender_does_something_else(tmp_path: Path) -> None:
+    job = mpirun(tmp_path, 2, "a_long_message", options=["--mca", "btl", "tcp,self"])
+    assert job.values[1] is not None, job.text
+    assert job.values[1] < 1.5
+    assert job.status == 0, job.text
+
+
 def test_ways_to_make_one(tmp_path: Path) -> None:
     job = mpirun(tmp_path, 3, "ways_to_make_one")
     assert job.values == ["works"] * 3, job.text

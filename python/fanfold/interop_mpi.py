@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import threading
 import time
 from collections import deque
 from typing import Any
@@ -19,14 +21,17 @@ _HAS_CLOSED = "it has closed the communicator"
 _YIELDS = 20  # looks for a message before the first sleep
 _SLEEP_S = 50e-6
 _LONGEST_SLEEP_S = 1e-3
+_MOVE_S = 1e-3  # between two looks at what sends have left
+_open: set[MpiTransport] = set()  # those with a thread
 _abandoned: list[Any] = []  # what MPI may still read or write when a close ran out of time
 
 
 class MpiTransport:
     """A ``fanfold.Transport`` on a duplicate of an mpi4py communicator. Making one is collective.
 
-    MPI moves messages while it is called: what has not left when a call returns leaves with the
-    next call of this rank.
+    MPI moves messages while it is called. What `send` has left over is moved by a thread of this
+    object if MPI may be called by several (MPI_THREAD_MULTIPLE, mpi4py's default), else by the next
+    call of this rank.
     """
 
     kind = "mpi"
@@ -47,14 +52,43 @@ class MpiTransport:
         }
         self._lost: dict[int, str] = {}
         self._is_closed = False
+        self._lock = threading.Lock()  # held by every call, and by the mover while it looks
+        self._is_left = threading.Event()  # a send is not done, or the mover is to end
+        self._mover: threading.Thread | None = None
 
     def start(self, max_message_bytes: int) -> None:
-        """Nothing to do: messages may have any size."""
+        """Start the thread, if there may be one; messages may have any size."""
+        if self.num_ranks > 1 and MPI.Query_thread() >= MPI.THREAD_MULTIPLE:
+            name = f"fanfold mpi {self.rank}"
+            self._mover = threading.Thread(target=self._move, name=name, daemon=True)
+            _open.add(self)
+            self._mover.start()
+
+    def _move(self) -> None:
+        while self._is_left.wait() and not self._is_closed:
+            if self._lock.acquire(blocking=False):  # else that call moves them
+                try:
+                    self._advance()
+                    if not any(self._sends.values()):
+                        self._is_left.clear()
+                finally:
+                    self._lock.release()
+            time.sleep(_MOVE_S)
+
+    def _end_mover(self) -> None:
+        """Needs `_is_closed`."""
+        self._is_left.set()
+        if self._mover is not None:
+            self._mover.join()
+        _open.discard(self)
 
     def send(self, peer: int, data: bytearray) -> None:
         """Send a message to another rank; nothing if it is lost."""
-        if peer not in self._lost:
-            self._send(peer, data, _MESSAGE)
+        with self._lock:
+            if peer not in self._lost:
+                self._send(peer, data, _MESSAGE)
+                if self._sends[peer]:
+                    self._is_left.set()
 
     def _send(self, peer: int, data: bytearray, tag: int) -> None:
         try:
@@ -64,6 +98,11 @@ class MpiTransport:
             return
         self._sends[peer].append((request, data))
         self._advance_sends(peer)
+
+    def _advance(self) -> None:
+        for peer, sends in self._sends.items():
+            if sends:
+                self._advance_sends(peer)
 
     def _advance_sends(self, peer: int) -> None:
         sends = self._sends[peer]
@@ -80,13 +119,15 @@ class MpiTransport:
 
     def receive(self, max_wait_s: float) -> tuple[int, bytearray] | None:
         """Wait for the next message of any rank, at most ``max_wait_s``."""
+        with self._lock:
+            return self._receive(max_wait_s)
+
+    def _receive(self, max_wait_s: float) -> tuple[int, bytearray] | None:
         deadline = time.monotonic() + max_wait_s
         looks = 0
         sleep_s = _SLEEP_S
         while True:
-            for peer, sends in self._sends.items():
-                if sends:
-                    self._advance_sends(peer)
+            self._advance()
             message = self._take()
             if message is not None:
                 return message
@@ -140,6 +181,7 @@ class MpiTransport:
         if self._is_closed or MPI.Is_finalized() or os.getpid() != self._process:
             return
         self._is_closed = True
+        self._end_mover()
         peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
         for peer in peers:
             if self._lost.get(peer, _HAS_CLOSED) == _HAS_CLOSED:
@@ -148,13 +190,22 @@ class MpiTransport:
         is_done = False
         with contextlib.suppress(MPI.Exception):
             while not is_done and time.monotonic() <= deadline:
-                self.receive(min(1e-3, max(0.0, deadline - time.monotonic())))
+                self._receive(min(1e-3, max(0.0, deadline - time.monotonic())))
                 is_done = not any(self._sends.values()) and all(p in self._lost for p in peers)
         if is_done:
             with contextlib.suppress(MPI.Exception):
                 self._comm.Free()
         else:
             _abandoned.append((self._comm, self._sends, self._arriving))
+
+
+@atexit.register
+def _end_movers() -> None:
+    """No thread may be inside MPI when it ends."""
+    for each in list(_open):
+        if each._process == os.getpid():
+            each._is_closed = True
+            each._end_mover()
 
 
 def mpi_transport(comm: Any) -> MpiTransport:

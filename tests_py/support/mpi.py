@@ -118,7 +118,31 @@ def messages(count: int) -> tuple[Any, int]:
         assert comm.allreduce(1) == comm.size
     for transport in opened:
         transport.close(20.0)
+    assert not [each for each in threading.enumerate() if each.name.startswith("fanfold mpi")]
     return all(opened[0].lost_reason(r) for r in range(comm.size) if r != comm.rank), comm.rank
+
+
+def a_long_message() -> tuple[Any, int]:
+    """Rank 0 sends one and makes no further call for a while; when rank 1 has it."""
+    from mpi4py import MPI
+
+    from fanfold.interop_mpi import MpiTransport
+
+    comm = MPI.COMM_WORLD
+    transport = MpiTransport(comm)
+    transport.start(1 << 24)
+    comm.Barrier()
+    begin = time.monotonic()
+    if comm.rank == 0:
+        transport.send(1, bytearray(1 << 24))
+        time.sleep(2.0)
+    else:
+        while transport.receive(0.1) is None:
+            assert time.monotonic() < begin + 20
+    seconds = time.monotonic() - begin
+    comm.Barrier()
+    transport.close(10.0)
+    return seconds, comm.rank
 
 
 def scenarios() -> tuple[Any, int]:
@@ -220,6 +244,7 @@ FUNCTIONS: dict[str, Any] = {
     function.__name__: function
     for function in (
         messages,
+        a_long_message,
         scenarios,
         ways_to_make_one,
         leave_open,

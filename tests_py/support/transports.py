@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import unittest.mock
 from collections.abc import Iterator
 from typing import Any
 
@@ -112,6 +113,12 @@ def _ways_to_make_one(dist: Any, comm: fanfold.Communicator) -> None:
         with fanfold.Communicator.from_torch(transport=transport) as made:
             assert made.kind == "processes"
             assert made.shares_memory
+    with unittest.mock.patch("fanfold.torch_transport.gloo_group", lambda group: None):
+        with fanfold.Communicator.from_torch() as made:  # as over NCCL alone
+            assert made.kind == "processes"
+            made.barrier()
+        with raises(fanfold.Unsupported, "expected a group with gloo"):
+            over_gloo()
     with raises(fanfold.InvalidArgument, "transport: expected 'auto'.*got 'mpi'"):
         fanfold.Communicator.from_torch(transport="mpi")
     elsewhere = dist.new_group(backend="fake")
