@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/clock.h"
 #include "fanfold/dtype.h"
 
 namespace fanfold::comm {
@@ -55,8 +56,17 @@ class DeviceCollectives {
 
   /// @throws PeerLost, CudaFailure, InvalidState  what has failed since; never waits.
   virtual void check() = 0;
-  /// Ends what runs and makes later calls fail. From any thread.
+  /// Ends what runs, unless the transport is the caller's own, and makes later calls fail. From any
+  /// thread.
   virtual void abort() noexcept = 0;
+  /// Begins anew after a failure or an abort. Collective; what was enqueued before is lost, and
+  /// graphs that captured a call must be captured again.
+  /// @throws Unsupported  the transport is the caller's own, and it or this object has failed.
+  virtual void reset(base::Deadline deadline) = 0;
+  /// Ends it in good order: waits for what is enqueued. Collective; idempotent. Without it the
+  /// destructor aborts.
+  /// @throws PeerTimeout  not idle in time; it is aborted all the same.
+  virtual void close(base::Deadline deadline) = 0;
 };
 
 }  // namespace fanfold::comm
