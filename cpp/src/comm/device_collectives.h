@@ -12,10 +12,10 @@
 
 namespace fanfold::comm {
 
-/// Every call enqueues on `stream` (a cudaStream_t of `device()`), may be captured into a graph, and
-/// returns at once. Ranks make the same calls in the same order; sizes are equal on all ranks but
-/// where stated. Between `begin_group` and `end_group` calls are gathered into one launch; of those
-/// nothing has begun before `end_group` returns.
+/// Every call enqueues on `stream` (a cudaStream_t of `device()`), may be captured into a graph,
+/// and returns at once. Ranks make the same calls in the same order; sizes are equal on all ranks
+/// but where stated. Between `begin_group` and `end_group` calls are gathered into one launch; of
+/// those nothing has begun before `end_group` returns.
 ///
 /// Threads: one at a time, except `abort`.
 /// @throws InvalidState  after `abort` or an asynchronous error; the reason is in the message.
