@@ -53,8 +53,9 @@ void bind_nccl(nb::class_<Communicator>& c) {
                R"doc(The ranks of bootstrap, with collectives on GPU tensors over NCCL; collective.
 
 CPU tensors go the way of bootstrap, of which this is a split. A collective on GPU tensors enqueues on
-its stream, returns at once and may be captured into a graph; nothing is compared between the ranks.
-Sums are NCCL's: in its order and precision, which may differ between versions and runs.
+stream= (an int or a stream object; None: torch's current one, for its tensors), returns at once and
+may be captured into a graph; nothing is compared between the ranks. Sums are NCCL's: in its order
+and precision, which may differ between versions and runs.
 
 Args:
     bootstrap: any communicator of the ranks.

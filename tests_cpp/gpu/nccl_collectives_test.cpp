@@ -9,6 +9,7 @@
 #include <cstring>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <string>
 #include <thread>
@@ -292,6 +293,27 @@ TEST(NcclCommunicatorTest, CpuTensorsGoTheHostsWay) {
   });
 }
 
+TEST(NcclCommunicatorTest, ASplitHasCollectivesOfItsOwn) {
+  constexpr int kRanks = 3;
+  const GpuRanks gpus(kRanks, kRanks);
+  spawn_nccl_ranks(kRanks, kRanks, [](Communicator& communicator) {
+    const Rank self(communicator, kRanks);
+    // Ranks 2 and 0, in this order; rank 1 alone.
+    std::optional<Communicator> part = communicator.split(self.rank % 2, -self.rank);
+    ASSERT_TRUE(part.has_value());
+    EXPECT_EQ(part->kind(), "nccl");
+    const Numbers send = self.filled(3, 10 + self.rank);
+    const Numbers all = self.filled(std::int64_t{3} * part->num_ranks(), -1);
+    part->all_gather_v(send.view(), all.view(),
+                       std::vector<std::int64_t>(static_cast<std::size_t>(part->num_ranks()), 3),
+                       {}, self.stream.get());
+    EXPECT_EQ(all.get().front(), self.rank == 1 ? 11 : 12);
+    EXPECT_EQ(all.get().back(), self.rank == 1 ? 11 : 10);
+    part->close();
+    communicator.close();
+  });
+}
+
 TEST(NcclCommunicatorTest, WrongArgumentsAreRefused) {
   const GpuRanks gpus(1, 2);
   spawn_nccl_ranks(1, 1, [](Communicator& communicator) {
@@ -300,6 +322,9 @@ TEST(NcclCommunicatorTest, WrongArgumentsAreRefused) {
     testing::expect_error<InvalidArgument>({"stream: expected a CUDA stream for int32 [4]"}, [&] {
       communicator.all_reduce(numbers.view(), numbers.view());
     });
+    testing::expect_error<InvalidArgument>(
+        {"stream: expected one that all threads see alike, got cudaStreamPerThread"},
+        [&] { communicator.all_reduce(numbers.view(), numbers.view(), {}, cudaStreamPerThread); });
     TensorView elsewhere = numbers.view();
     elsewhere.device_index = 1;
     testing::expect_error<InvalidArgument>(

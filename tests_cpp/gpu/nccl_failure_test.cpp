@@ -309,6 +309,19 @@ TEST(NcclFailureTest, ALostPeerIsNamed) {
   });
 }
 
+TEST(NcclFailureTest, CloseDoesNotWaitForWhoIsGone) {
+  const GpuRanks gpus(2, 2);
+  spawn_nccl_ranks(2, 2, [](Communicator& communicator) {
+    if (communicator.rank() == 1) return;
+    const Block block(0);
+    communicator.all_reduce(block.view(), block.view(), {}, block.stream.get());  // never comes
+    const auto begin = std::chrono::steady_clock::now();
+    communicator.close();
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
+    test_device()->synchronize(0, block.stream.get());
+  });
+}
+
 TEST(NcclFailureTest, SurvivorsShrinkAndGoOn) {
   for (const int version : {0, 22600}) {  // with ncclCommShrink, and from nothing
     const GpuRanks gpus(3, 3);

@@ -50,6 +50,7 @@ def test_collectives_on_gpu_tensors() -> None:
         comm.broadcast(send, 1, stream=rank.stream)
         numpy.testing.assert_array_equal(rank.get(send), numpy.full(6, 6.0))
         comm.check_device()
+        comm.barrier()
         comm.close()
 
     run_ranks(3, fn)
@@ -128,5 +129,5 @@ def test_handles_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert interop_torch.nccl_handle(group_of(SimpleNamespace(_comm_ptr=lambda: 4096))) == 4096
     with pytest.raises(fanfold.InvalidState, match="has not made the communicator yet"):
         interop_torch.nccl_handle(group_of(SimpleNamespace(_comm_ptr=lambda: 0)))
-    with pytest.raises(fanfold.Unsupported, match=f"SimpleNamespace of torch {torch.__version__}"):
+    with pytest.raises(fanfold.Unsupported, match="got SimpleNamespace of torch"):
         interop_torch.nccl_handle(group_of(SimpleNamespace()), "cuda:1")

@@ -152,7 +152,8 @@ class FANFOLD_EXPORT Communicator {
                                       std::optional<std::chrono::nanoseconds> timeout = {});
 
   /// The ranks that give the same `color` form a new group, ordered by (key, rank). A negative
-  /// color joins none and gets nullopt. Collective.
+  /// color joins none and gets nullopt. Collective. Of a communicator of `from_nccl` the new group
+  /// has a communicator of NCCL of its own, also where that one is the caller's.
   std::optional<Communicator> split(int color, int key,
                                     std::optional<std::chrono::nanoseconds> timeout = {});
 

@@ -2,6 +2,9 @@
 #include "gpu/nccl.h"
 
 #include <algorithm>
+#include <cstddef>
+#include <memory>
+#include <numeric>
 #include <utility>
 
 #include "base/format.h"
@@ -13,9 +16,17 @@ namespace fanfold {
 namespace {
 
 /// A group of its own with the ranks of `communicator`, in their order.
-Communicator same_ranks(Communicator& communicator, std::chrono::nanoseconds timeout) {
-  std::optional<Communicator> host = communicator.split(0, communicator.rank(), timeout);
-  return std::move(*host);
+std::shared_ptr<Communicator::Impl> same_ranks(Communicator& communicator,
+                                               std::chrono::nanoseconds timeout) {
+  if (communicator.impl() == nullptr) throw InvalidState("communicator: it was moved from");
+  Communicator::Impl& impl = *communicator.impl();
+  const base::Deadline deadline = impl.deadline(timeout);
+  const Communicator::Impl::Call call(impl, "from_nccl");
+  std::vector<int> members(static_cast<std::size_t>(communicator.num_ranks()));
+  std::iota(members.begin(), members.end(), 0);
+  std::unique_ptr<comm::Group> group = impl.group().split(members, deadline);
+  auto channel = comm::Channel::create(*group, "Communicator", deadline);
+  return std::make_shared<Communicator::Impl>(std::move(group), std::move(channel), timeout);
 }
 
 /// Ranks of a group of `num_ranks`, each once.
@@ -34,11 +45,10 @@ void check_lost(const std::vector<int>& lost, int num_ranks, int num_left) {
 
 Communicator Communicator::from_nccl(Communicator& bootstrap, const NcclOptions& options) {
   const std::chrono::nanoseconds timeout = options.timeout.value_or(bootstrap.timeout());
-  Communicator host = same_ranks(bootstrap, timeout);
-  Impl& impl = *host.impl_;
-  impl.set_device_collectives(
-      gpu::make_nccl_collectives(impl.group(), options, timeout, impl.deadline(timeout)), timeout);
-  return host;
+  std::shared_ptr<Impl> impl = same_ranks(bootstrap, timeout);
+  impl->set_device_collectives(
+      gpu::make_nccl_collectives(impl->group(), options, timeout, impl->deadline(timeout)));
+  return Communicator(std::move(impl));
 }
 
 Communicator Communicator::shrink(const std::vector<int>& lost, Communicator& survivors,
@@ -52,12 +62,10 @@ Communicator Communicator::shrink(const std::vector<int>& lost, Communicator& su
   }
   check_lost(lost, old->num_ranks(), survivors.num_ranks());
   const std::chrono::nanoseconds length = timeout.value_or(impl_->timeout());
-  Communicator host = same_ranks(survivors, length);
-  Impl& impl = *host.impl_;
-  impl.set_device_collectives(gpu::shrink_nccl_collectives(*old, lost, impl.group(),
-                                                           impl_->timeout(), impl.deadline(length)),
-                              impl_->timeout());
-  return host;
+  std::shared_ptr<Impl> impl = same_ranks(survivors, length);
+  impl->set_device_collectives(gpu::shrink_nccl_collectives(
+      *old, lost, impl->group(), impl_->timeout(), impl->deadline(length)));
+  return Communicator(std::move(impl));
 }
 
 void Communicator::check_device() {

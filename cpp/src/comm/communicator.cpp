@@ -187,7 +187,11 @@ std::optional<Communicator> Communicator::split(int color, int key, Timeout time
   std::unique_ptr<comm::Group> group = impl.group().split(members, deadline);
   if (group == nullptr) return std::nullopt;
   auto channel = comm::Channel::create(*group, "Communicator", deadline);
-  return Communicator(std::make_shared<Impl>(std::move(group), std::move(channel), impl.timeout()));
+  auto child = std::make_shared<Impl>(std::move(group), std::move(channel), impl.timeout());
+  if (comm::DeviceCollectives* const device = impl.device_collectives()) {
+    child->set_device_collectives(device->on_group(child->group(), deadline));
+  }
+  return Communicator(std::move(child));
 }
 
 void Communicator::abort(const std::string& reason) { checked(impl_).abort(reason); }

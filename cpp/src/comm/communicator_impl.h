@@ -41,10 +41,8 @@ class Communicator::Impl {
     return device_;
   }
   /// Before anybody else has this.
-  void set_device_collectives(std::unique_ptr<comm::DeviceCollectives> device,
-                              std::chrono::nanoseconds timeout) noexcept {
+  void set_device_collectives(std::unique_ptr<comm::DeviceCollectives> device) noexcept {
     device_ = std::move(device);
-    timeout_ = timeout;
   }
   /// "nccl" with collectives on GPU memory, else the group's.
   const char* kind() const noexcept { return device_ != nullptr ? "nccl" : group_->kind(); }

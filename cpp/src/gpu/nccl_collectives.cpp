@@ -2,21 +2,17 @@
 #include "gpu/nccl_collectives.h"
 
 #include <cerrno>
-#include <thread>
 #include <utility>
 
 #include "base/format.h"
 #include "comm/rank_index.h"
 #include "fanfold/error.h"
+#include "gpu/pauses.h"
 
 namespace fanfold::gpu {
 namespace {
 
 using comm::index;
-
-constexpr std::chrono::microseconds kShortPause(20);
-constexpr std::chrono::microseconds kLongPause(500);
-constexpr int kShortPauses = 200;
 
 nccl::DataType data_type(DType dtype) {
   switch (dtype) {
@@ -109,6 +105,13 @@ void NcclCollectives::check_peers(const char* name) const {
   }
 }
 
+bool NcclCollectives::has_lost_peers() const {
+  for (int peer = 0; peer < num_ranks(); ++peer) {
+    if (peer != rank() && !setup_.group->lost_reason(peer).empty()) return true;
+  }
+  return false;
+}
+
 void NcclCollectives::fail(const char* name, nccl::Result result) {
   std::string text;
   {
@@ -146,24 +149,21 @@ nccl::Result NcclCollectives::look(const char* name) {
   return state;
 }
 
-void NcclCollectives::settle(const char* name, base::Deadline deadline, bool heeds_losses) {
-  for (int pauses = 0;; ++pauses) {
+void NcclCollectives::give_up(const char* name, base::Deadline deadline) {
+  const std::string text =
+      base::str("NCCL, rank ", rank(), ", ", name, ": still in progress after ",
+                deadline.timeout_ns() / 1000000, " ms: a peer has not come");
+  remember(text);
+  throw PeerTimeout(text, -1);
+}
+
+void NcclCollectives::settle(const char* name, base::Deadline deadline) {
+  for (Pauses pauses;; pauses.next()) {
     const nccl::Result state = look(name);
     if (state == nccl::kSuccess) return;
     if (state != nccl::kInProgress) fail(name, state);
-    if (heeds_losses && pauses > kShortPauses) check_peers(name);
-    if (deadline.passed()) {
-      const std::string text =
-          base::str("NCCL, rank ", rank(), ", ", name, ": still in progress after ",
-                    deadline.timeout_ns() / 1000000, " ms: a peer has not come");
-      remember(text);
-      throw PeerTimeout(text, -1);
-    }
-    if (pauses < kShortPauses) {
-      std::this_thread::sleep_for(kShortPause);
-    } else {
-      std::this_thread::sleep_for(kLongPause);
-    }
+    if (pauses.are_long()) check_peers(name);
+    if (deadline.passed()) give_up(name, deadline);
   }
 }
 
@@ -205,8 +205,13 @@ void NcclCollectives::end_group() {
   issue(calls);
 }
 
-void NcclCollectives::enqueue(std::vector<Named> calls) {
+void NcclCollectives::enqueue(std::vector<Named> calls, void* stream) {
   check_usable(calls.front().name);
+  // A communicator that does not block launches from a thread of NCCL's.
+  if (!is_adopted() && stream == static_cast<void*>(CU_STREAM_PER_THREAD)) {
+    throw InvalidArgument(
+        "stream: expected one that all threads see alike, got cudaStreamPerThread");
+  }
   if (group_depth_ == 0) {
     issue(calls);
     return;
@@ -242,9 +247,11 @@ void NcclCollectives::issue(const std::vector<Named>& calls) {
 void NcclCollectives::all_gather(const void* send, void* recv, std::int64_t bytes, void* stream) {
   check_sizes("bytes", bytes);
   if (bytes == 0) return check_usable("all_gather");
-  enqueue({{"ncclAllGather", [=](const nccl::Functions& call, nccl::Comm comm) {
+  enqueue({{"ncclAllGather",
+            [=](const nccl::Functions& call, nccl::Comm comm) {
               return call.ncclAllGather(send, recv, size(bytes), nccl::kUint8, comm, stream);
-            }}});
+            }}},
+          stream);
 }
 
 void NcclCollectives::all_to_all(const void* send, void* recv, std::int64_t bytes, void* stream) {
@@ -276,7 +283,7 @@ void NcclCollectives::all_to_all_v(const void* send, const std::vector<Span>& to
     }
   }
   if (calls.empty()) return check_usable("all_to_all");
-  enqueue(std::move(calls));
+  enqueue(std::move(calls), stream);
 }
 
 void NcclCollectives::broadcast(void* data, std::int64_t bytes, int root, void* stream) {
@@ -286,9 +293,11 @@ void NcclCollectives::broadcast(void* data, std::int64_t bytes, int root, void* 
         base::str("root: expected a rank of 0 to ", num_ranks() - 1, ", got ", root));
   }
   if (bytes == 0) return check_usable("broadcast");
-  enqueue({{"ncclBroadcast", [=](const nccl::Functions& call, nccl::Comm comm) {
+  enqueue({{"ncclBroadcast",
+            [=](const nccl::Functions& call, nccl::Comm comm) {
               return call.ncclBroadcast(data, data, size(bytes), nccl::kUint8, root, comm, stream);
-            }}});
+            }}},
+          stream);
 }
 
 void NcclCollectives::all_reduce(const void* send, void* recv, DType dtype,
@@ -296,10 +305,12 @@ void NcclCollectives::all_reduce(const void* send, void* recv, DType dtype,
   check_sizes("num_elements", num_elements);
   const nccl::DataType type = data_type(dtype);
   if (num_elements == 0) return check_usable("all_reduce");
-  enqueue({{"ncclAllReduce", [=](const nccl::Functions& call, nccl::Comm comm) {
+  enqueue({{"ncclAllReduce",
+            [=](const nccl::Functions& call, nccl::Comm comm) {
               return call.ncclAllReduce(send, recv, size(num_elements), type, nccl::kSum, comm,
                                         stream);
-            }}});
+            }}},
+          stream);
 }
 
 void NcclCollectives::reduce_scatter(const void* send, void* recv, DType dtype,
@@ -307,10 +318,12 @@ void NcclCollectives::reduce_scatter(const void* send, void* recv, DType dtype,
   check_sizes("num_elements", num_elements);
   const nccl::DataType type = data_type(dtype);
   if (num_elements == 0) return check_usable("reduce_scatter");
-  enqueue({{"ncclReduceScatter", [=](const nccl::Functions& call, nccl::Comm comm) {
+  enqueue({{"ncclReduceScatter",
+            [=](const nccl::Functions& call, nccl::Comm comm) {
               return call.ncclReduceScatter(send, recv, size(num_elements), type, nccl::kSum, comm,
                                             stream);
-            }}});
+            }}},
+          stream);
 }
 
 }  // namespace fanfold::gpu

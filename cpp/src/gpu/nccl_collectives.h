@@ -72,6 +72,8 @@ class NcclCollectives final : public comm::DeviceCollectives {
                       void* stream) override;
   void check() override;
   void abort() noexcept override;
+  std::unique_ptr<comm::DeviceCollectives> on_group(comm::Group& group,
+                                                    base::Deadline deadline) override;
   void reset(base::Deadline deadline) override;
   void close(base::Deadline deadline) override;
 
@@ -92,15 +94,18 @@ class NcclCollectives final : public comm::DeviceCollectives {
   std::vector<std::string> meet(const std::string& step, base::Deadline deadline,
                                 const std::function<std::string()>& part) const;
   /// Into the open group, or at once.
-  void enqueue(std::vector<Named> calls);
+  void enqueue(std::vector<Named> calls, void* stream);
   void issue(const std::vector<Named>& calls);
-  /// Waits until NCCL has begun what was called. A peer's loss ends the wait, unless peers may have
-  /// left in good order. @throws what has failed.
-  void settle(const char* name, base::Deadline deadline, bool heeds_losses = true);
+  /// Waits until NCCL has begun what was called. @throws what has failed, also of peers.
+  void settle(const char* name, base::Deadline deadline);
+  /// Waits for what is enqueued; false if a peer is gone for whom it would wait.
+  bool finalize(base::Deadline deadline);
+  [[noreturn]] void give_up(const char* name, base::Deadline deadline);
   void check_usable(const char* name);
   nccl::Result look(const char* name);
   [[noreturn]] void fail(const char* name, nccl::Result result);
   void check_peers(const char* name) const;
+  bool has_lost_peers() const;
   /// Remembers why calls fail from now on, unless something else was first.
   void remember(const std::string& reason) noexcept;
   std::string reason() const;

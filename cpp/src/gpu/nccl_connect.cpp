@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <optional>
-#include <thread>
 #include <utility>
 
 #include "base/format.h"
@@ -11,6 +10,7 @@
 #include "comm/rank_index.h"
 #include "fanfold/error.h"
 #include "gpu/nccl_collectives.h"
+#include "gpu/pauses.h"
 
 namespace fanfold::gpu {
 namespace {
@@ -231,13 +231,12 @@ void NcclCollectives::make_out_of(NcclCollectives& parent, std::vector<int> lost
       parent.fail("ncclCommShrink", result);
     }
     // NCCL gives the child when it is done on the old one, perhaps from a thread of its own.
-    while (__atomic_load_n(&child, __ATOMIC_ACQUIRE) == nullptr) {
+    for (Pauses pauses; __atomic_load_n(&child, __ATOMIC_ACQUIRE) == nullptr; pauses.next()) {
       const nccl::Result state = parent.look("ncclCommShrink");
       if (state != nccl::kSuccess && state != nccl::kInProgress) {
         parent.fail("ncclCommShrink", state);
       }
-      if (most.passed()) throw PeerTimeout("NCCL, ncclCommShrink: not done in time", -1);
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
+      if (most.passed()) parent.give_up("ncclCommShrink", most);
     }
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -273,19 +272,45 @@ void NcclCollectives::reset(base::Deadline deadline) {
   make_anew(deadline);
 }
 
+std::unique_ptr<comm::DeviceCollectives> NcclCollectives::on_group(comm::Group& group,
+                                                                   base::Deadline deadline) {
+  check_usable("split");
+  Setup setup = setup_;
+  setup.group = &group;
+  setup.options.handle = nullptr;  // the new one is ours
+  auto collectives = std::make_unique<NcclCollectives>(std::move(setup));
+  collectives->make_anew(deadline);
+  return collectives;
+}
+
+bool NcclCollectives::finalize(base::Deadline deadline) {
+  const char* const name = "ncclCommFinalize";
+  // Peers that have finalized may leave; who is gone for so long has not.
+  constexpr std::chrono::milliseconds kGrace(400);
+  std::optional<base::Deadline> lost_until;
+  nccl::Result result = nccl::kSuccess;
+  {
+    const DeviceContext::Current current(*setup_.context);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    result = functions().ncclCommFinalize(comm_);
+  }
+  if (result != nccl::kSuccess && result != nccl::kInProgress) fail(name, result);
+  for (Pauses pauses;; pauses.next()) {
+    const nccl::Result state = look(name);
+    if (state == nccl::kSuccess) return true;
+    if (state != nccl::kInProgress) fail(name, state);
+    if (pauses.are_long() && !lost_until && has_lost_peers()) lost_until.emplace(kGrace);
+    if (lost_until && lost_until->passed()) return false;
+    if (deadline.passed()) give_up(name, deadline);
+  }
+}
+
 void NcclCollectives::close(base::Deadline deadline) {
   if (is_closed_) return;
   is_closed_ = true;
   if (is_adopted() || !reason().empty()) return drop();
   try {
-    nccl::Result result = nccl::kSuccess;
-    {
-      const DeviceContext::Current current(*setup_.context);
-      const std::lock_guard<std::mutex> lock(mutex_);
-      result = functions().ncclCommFinalize(comm_);
-    }
-    if (result != nccl::kSuccess && result != nccl::kInProgress) fail("ncclCommFinalize", result);
-    settle("ncclCommFinalize", deadline, /*heeds_losses=*/false);
+    if (!finalize(deadline)) return drop();
     const DeviceContext::Current current(*setup_.context);
     const std::lock_guard<std::mutex> lock(mutex_);
     (void)functions().ncclCommDestroy(std::exchange(comm_, nullptr));

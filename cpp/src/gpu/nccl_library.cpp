@@ -48,22 +48,33 @@ void* open_file(const std::string& file, const char* origin) {
                               "), got: ", last_loader_error()));
 }
 
-void* find_library(const NcclSearch& search) {
-  if (!search.path.empty()) return open_file(search.path, "the path given");
+struct Found {
+  void* library;
+  std::string name;  // under which it was found
+};
+
+Found find_library(const NcclSearch& search) {
+  if (!search.path.empty()) return {open_file(search.path, "the path given"), search.path};
   if (const auto path = base::env_variable(kPathVariable); path && !path->empty()) {
-    return open_file(*path, kPathVariable);
+    return {open_file(*path, kPathVariable), *path};
   }
   if (void* const loaded = ::dlopen(kSystemLibrary, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD)) {
-    return loaded;
+    return {loaded, kSystemLibrary};
   }
-  if (::dlsym(RTLD_DEFAULT, "ncclGetVersion") != nullptr) return ::dlopen(nullptr, RTLD_NOW);
+  if (::dlsym(RTLD_DEFAULT, "ncclGetVersion") != nullptr) {
+    return {::dlopen(nullptr, RTLD_NOW), "this process"};
+  }
   if (search.only_loaded) {
     throw Unsupported(
         "NCCL: expected this process to have loaded the library that the handle is of, found none; "
         "give its path");
   }
-  if (!search.default_path.empty()) return open_file(search.default_path, "of the environment");
-  if (void* const library = ::dlopen(kSystemLibrary, RTLD_NOW | RTLD_LOCAL)) return library;
+  if (!search.default_path.empty()) {
+    return {open_file(search.default_path, "of the environment"), search.default_path};
+  }
+  if (void* const library = ::dlopen(kSystemLibrary, RTLD_NOW | RTLD_LOCAL)) {
+    return {library, kSystemLibrary};
+  }
   throw Unsupported(base::str("NCCL: expected ", kSystemLibrary,
                               " in this process or on the system, got: ", last_loader_error(),
                               "; give its path, or set ", kPathVariable));
@@ -83,14 +94,14 @@ void find(void* library, const char* name, Function& function) {
 }  // namespace
 
 std::shared_ptr<const NcclLibrary> NcclLibrary::open(const NcclSearch& search) {
-  void* const library = find_library(search);
-  void* const get_version = ::dlsym(library, "ncclGetVersion");
+  const Found found = find_library(search);
+  void* const get_version = ::dlsym(found.library, "ncclGetVersion");
   if (get_version == nullptr) {
-    throw Unsupported(base::str("NCCL: expected ncclGetVersion in ", search.path,
+    throw Unsupported(base::str("NCCL: expected ncclGetVersion in ", found.name,
                                 ", which has no such function: it is not NCCL"));
   }
   return std::shared_ptr<const NcclLibrary>(
-      new NcclLibrary(library, file_of(get_version, kSystemLibrary)));
+      new NcclLibrary(found.library, file_of(get_version, found.name)));
 }
 
 NcclLibrary::NcclLibrary(void* library, std::string file) : file_(std::move(file)) {
