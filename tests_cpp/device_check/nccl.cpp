@@ -50,7 +50,7 @@ class Calls {
   TensorView view(const Buffer& buffer, std::int64_t count) const {
     TensorView view(buffer.get(), DType::kInt32, {count});
     view.device = DeviceType::kGpu;
-    view.device_index = *communicator_.device_index();
+    view.device_index = communicator_.device_index().value_or(-1);
     return view;
   }
   std::vector<std::int64_t> counts() const {

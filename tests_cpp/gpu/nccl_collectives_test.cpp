@@ -10,7 +10,6 @@
 #include <memory>
 #include <numeric>
 #include <optional>
-#include <random>
 #include <string>
 #include <thread>
 #include <vector>
@@ -23,6 +22,7 @@
 #include "gpu/test_gpu.h"
 #include "gtest/gtest.h"
 #include "support/expect_error.h"
+#include "support/random_bits.h"
 
 namespace fanfold {
 namespace {
@@ -34,7 +34,7 @@ using testing::test_device;
 /// Numbers on one device, with a stream.
 class Numbers {
  public:
-  Numbers(int device, std::shared_ptr<void> stream, std::vector<std::int32_t> values)
+  Numbers(int device, std::shared_ptr<void> stream, const std::vector<std::int32_t>& values)
       : device_(device),
         stream_(std::move(stream)),
         size_(static_cast<std::int64_t>(values.size())),
@@ -73,8 +73,8 @@ struct Rank {
         device(rank % num_devices),
         stream(test_device()->make_stream(device)) {}
 
-  Numbers numbers(std::vector<std::int32_t> values) const {
-    return {device, stream, std::move(values)};
+  Numbers numbers(const std::vector<std::int32_t>& values) const {
+    return {device, stream, values};
   }
   Numbers filled(std::int64_t count, std::int32_t value) const {
     return numbers(std::vector<std::int32_t>(static_cast<std::size_t>(count), value));
@@ -82,7 +82,7 @@ struct Rank {
   Numbers counted(std::int64_t count, std::int32_t first) const {
     std::vector<std::int32_t> values(static_cast<std::size_t>(count));
     std::iota(values.begin(), values.end(), first);
-    return numbers(std::move(values));
+    return numbers(values);
   }
   void synchronize() const { test_device()->synchronize(device, stream.get()); }
 
@@ -180,12 +180,12 @@ TEST(NcclCommunicatorTest, RoundsOfVariedCallsAgree) {
   FANFOLD_NCCL_DOUBLE_CALL(ncclDoubleSetLaunchLooks)(3);
   spawn_nccl_ranks(kRanks, 2, [&](Communicator& communicator) {
     const Rank self(communicator, 2);
-    std::mt19937 calls(7);  // the same on all ranks
-    std::mt19937 delays(static_cast<unsigned>(self.rank));
+    testing::RandomBits calls(7);  // the same on all ranks
+    testing::RandomBits delays(static_cast<std::uint64_t>(self.rank));
     for (int round = 0; round < 30; ++round) {
-      const auto count = static_cast<std::int64_t>(calls() % 1500);
-      const auto kind = calls() % 3;
-      std::this_thread::sleep_for(std::chrono::microseconds(delays() % 300));
+      const auto count = calls.below(1500);
+      const std::int64_t kind = calls.below(3);
+      std::this_thread::sleep_for(std::chrono::microseconds(delays.below(300)));
       const Numbers send = self.filled(count * kRanks, round + self.rank);
       const Numbers recv = self.filled(count * kRanks, -1);
       if (kind == 0) {

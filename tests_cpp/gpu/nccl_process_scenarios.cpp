@@ -26,7 +26,7 @@ using testing::test_device;
 /// Numbers on the process's only device.
 class Numbers {
  public:
-  explicit Numbers(std::vector<std::int32_t> values)
+  explicit Numbers(const std::vector<std::int32_t>& values)
       : stream_(test_device()->make_stream(0)),
         size_(static_cast<std::int64_t>(values.size())),
         data_(test_device()->allocate(0, 4 * size_)) {

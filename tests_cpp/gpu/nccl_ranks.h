@@ -24,10 +24,10 @@ inline const char* nccl_double() { return FANFOLD_NCCL_DOUBLE; }
 /// A function of the double, which tests steer it by or use as another library would.
 template <class Function>
 Function* nccl_function(const char* name) {
-  static void* const library = ::dlopen(nccl_double(), RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr)
+  static void* const kLibrary = ::dlopen(nccl_double(), RTLD_NOW | RTLD_LOCAL);
+  if (kLibrary == nullptr)
     throw std::runtime_error(std::string("no double of NCCL: ") + ::dlerror());
-  return reinterpret_cast<Function*>(::dlsym(library, name));
+  return reinterpret_cast<Function*>(::dlsym(kLibrary, name));
 }
 #define FANFOLD_NCCL_DOUBLE_CALL(name) ::fanfold::testing::nccl_function<decltype(::name)>(#name)
 

@@ -23,7 +23,7 @@ using testing::spawn_nccl_ranks;
 
 GpuMemoryConfig nccl_memory(const Communicator& communicator) {
   GpuMemoryConfig memory;
-  memory.device = *communicator.device_index();
+  memory.device = communicator.device_index().value_or(-1);
   memory.kinds = {HandleKind::kNccl};
   return memory;
 }

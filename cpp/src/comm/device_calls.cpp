@@ -16,8 +16,13 @@ using Span = DeviceCollectives::Span;
 
 constexpr DeviceType kGpu = DeviceType::kGpu;
 
-DeviceCollectives& collectives_for(Communicator::Impl& impl, const TensorView& first,
-                                   std::optional<void*> stream) {
+/// Who carries a call, and where it is enqueued.
+struct Way {
+  DeviceCollectives& device;
+  void* stream;
+};
+
+Way way_of(Communicator::Impl& impl, const TensorView& first, std::optional<void*> stream) {
   DeviceCollectives* const device = impl.device_collectives();
   if (device == nullptr) {
     throw InvalidArgument(base::str("communicator of kind ", impl.kind(),
@@ -28,7 +33,7 @@ DeviceCollectives& collectives_for(Communicator::Impl& impl, const TensorView& f
     throw InvalidArgument(
         base::str("stream: expected a CUDA stream for ", first.describe(), ", got none"));
   }
-  return *device;
+  return {*device, *stream};
 }
 
 void check_place(const char* name, const TensorView& view, const DeviceCollectives& device) {
@@ -63,7 +68,7 @@ bool is_on_gpu(std::initializer_list<std::reference_wrapper<const TensorView>> t
 
 void all_gather_v(Communicator::Impl& impl, const TensorView& send, const TensorView& recv,
                   const Counts& counts, std::optional<void*> stream) {
-  DeviceCollectives& device = collectives_for(impl, send, stream);
+  const auto [device, on] = way_of(impl, send, stream);
   const std::int64_t sum = check_counts("counts", counts, device.num_ranks());
   const std::int64_t own = counts[index(device.rank())];
   check_place("send", send, device);
@@ -73,16 +78,16 @@ void all_gather_v(Communicator::Impl& impl, const TensorView& send, const Tensor
   const std::vector<Span> from = spans_of(counts, send.row_bytes());
   if (send.data != bytes_of(recv) + from[index(device.rank())].offset) check_apart(send, recv);
   if (are_equal(counts)) {
-    device.all_gather(send.data, recv.data, own * send.row_bytes(), *stream);
+    device.all_gather(send.data, recv.data, own * send.row_bytes(), on);
     return;
   }
   const std::vector<Span> to(counts.size(), Span{0, own * send.row_bytes()});
-  device.all_to_all_v(send.data, to, recv.data, from, *stream);
+  device.all_to_all_v(send.data, to, recv.data, from, on);
 }
 
 void reduce_scatter_v(Communicator::Impl& impl, const TensorView& send, const TensorView& recv,
                       const Counts& counts, std::optional<void*> stream) {
-  DeviceCollectives& device = collectives_for(impl, send, stream);
+  const auto [device, on] = way_of(impl, send, stream);
   const std::int64_t sum = check_counts("counts", counts, device.num_ranks());
   const std::int64_t own = counts[index(device.rank())];
   check_place("send", send, device);
@@ -97,12 +102,12 @@ void reduce_scatter_v(Communicator::Impl& impl, const TensorView& send, const Te
         "different ones");
   }
   const std::int64_t row_elements = send.row_bytes() / size_of(send.dtype);
-  device.reduce_scatter(send.data, recv.data, send.dtype, own * row_elements, *stream);
+  device.reduce_scatter(send.data, recv.data, send.dtype, own * row_elements, on);
 }
 
 void all_to_all(Communicator::Impl& impl, const TensorView& send, const TensorView& recv,
                 std::optional<void*> stream) {
-  DeviceCollectives& device = collectives_for(impl, send, stream);
+  const auto [device, on] = way_of(impl, send, stream);
   check_place("send", send, device);
   check_place("recv", recv, device);
   check_tensor("send", send, kGpu);
@@ -113,13 +118,13 @@ void all_to_all(Communicator::Impl& impl, const TensorView& send, const TensorVi
   check_rows("recv", recv, send, send.shape[0], kGpu);
   check_apart(send, recv);
   device.all_to_all(send.data, recv.data, send.shape[0] / device.num_ranks() * send.row_bytes(),
-                    *stream);
+                    on);
 }
 
 void all_to_all_v(Communicator::Impl& impl, const TensorView& send, const TensorView& recv,
                   const Counts& send_counts, const Counts& recv_counts,
                   std::optional<void*> stream) {
-  DeviceCollectives& device = collectives_for(impl, send, stream);
+  const auto [device, on] = way_of(impl, send, stream);
   const std::int64_t sent = check_counts("send_counts", send_counts, device.num_ranks());
   const std::int64_t received = check_counts("recv_counts", recv_counts, device.num_ranks());
   check_place("send", send, device);
@@ -128,27 +133,27 @@ void all_to_all_v(Communicator::Impl& impl, const TensorView& send, const Tensor
   check_rows("recv", recv, send, received, kGpu);
   check_apart(send, recv);
   device.all_to_all_v(send.data, spans_of(send_counts, send.row_bytes()), recv.data,
-                      spans_of(recv_counts, send.row_bytes()), *stream);
+                      spans_of(recv_counts, send.row_bytes()), on);
 }
 
 void broadcast(Communicator::Impl& impl, const TensorView& tensor, int root,
                std::optional<void*> stream) {
-  DeviceCollectives& device = collectives_for(impl, tensor, stream);
+  const auto [device, on] = way_of(impl, tensor, stream);
   check_place("tensor", tensor, device);
   check_tensor("tensor", tensor, kGpu);
-  device.broadcast(tensor.data, tensor.num_elements() * size_of(tensor.dtype), root, *stream);
+  device.broadcast(tensor.data, tensor.num_elements() * size_of(tensor.dtype), root, on);
 }
 
 void all_reduce(Communicator::Impl& impl, const TensorView& send, const TensorView& recv,
                 std::optional<void*> stream) {
-  DeviceCollectives& device = collectives_for(impl, send, stream);
+  const auto [device, on] = way_of(impl, send, stream);
   check_place("send", send, device);
   check_place("recv", recv, device);
   check_tensor("send", send, kGpu);
   check_addable("send", send);
   check_rows("recv", recv, send, send.shape[0], kGpu);
   if (send.data != recv.data) check_apart(send, recv);
-  device.all_reduce(send.data, recv.data, send.dtype, send.num_elements(), *stream);
+  device.all_reduce(send.data, recv.data, send.dtype, send.num_elements(), on);
 }
 
 }  // namespace fanfold::comm

@@ -39,8 +39,9 @@ std::string list_of(const std::vector<HandleKind>& kinds) {
 }
 
 /// The carrier of kNccl; null for other kinds.
-std::shared_ptr<NcclCollectives> nccl_for(const std::vector<HandleKind>& kinds, int device,
-                                          std::shared_ptr<comm::DeviceCollectives> collectives) {
+std::shared_ptr<NcclCollectives> nccl_for(
+    const std::vector<HandleKind>& kinds, int device,
+    const std::shared_ptr<comm::DeviceCollectives>& collectives) {
   if (std::find(kinds.begin(), kinds.end(), HandleKind::kNccl) == kinds.end()) return nullptr;
   if (kinds.size() > 1) {
     throw InvalidArgument(base::str("kinds: expected nccl alone, got ", list_of(kinds)));
@@ -54,7 +55,7 @@ std::shared_ptr<NcclCollectives> nccl_for(const std::vector<HandleKind>& kinds, 
                                     ", the communicator's, for kind nccl, got ", device));
   }
   // The only implementation that the library makes.
-  return std::static_pointer_cast<NcclCollectives>(std::move(collectives));
+  return std::static_pointer_cast<NcclCollectives>(collectives);
 }
 
 class GpuSource final : public memory::WindowSource {
@@ -131,7 +132,7 @@ class GpuSource final : public memory::WindowSource {
 }  // namespace
 
 std::unique_ptr<memory::WindowSource> make_memory_source(
-    comm::Group& group, std::shared_ptr<comm::DeviceCollectives> device,
+    comm::Group& group, const std::shared_ptr<comm::DeviceCollectives>& device,
     const GpuMemoryConfig& config, base::Deadline deadline) {
   std::optional<comm::Failure> failure;
   std::vector<HandleKind> kinds;
@@ -141,7 +142,7 @@ std::unique_ptr<memory::WindowSource> make_memory_source(
   try {
     kinds = kinds_of(config);
     own.bytes = list_of(kinds);
-    nccl = nccl_for(kinds, config.device, std::move(device));
+    nccl = nccl_for(kinds, config.device, device);
     context = std::make_shared<const DeviceContext>(config.device);
   } catch (...) {
     failure = comm::Failure::current(group.rank());

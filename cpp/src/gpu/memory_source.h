@@ -19,7 +19,7 @@ namespace fanfold::gpu {
 /// @throws InvalidArgument  the ranks give different kinds, one twice, or kNccl beside others, on
 ///         another device or without `device` (on every rank).
 std::unique_ptr<memory::WindowSource> make_memory_source(
-    comm::Group& group, std::shared_ptr<comm::DeviceCollectives> device,
+    comm::Group& group, const std::shared_ptr<comm::DeviceCollectives>& device,
     const GpuMemoryConfig& config, base::Deadline deadline);
 
 }  // namespace fanfold::gpu

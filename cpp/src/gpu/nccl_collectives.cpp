@@ -66,7 +66,7 @@ void NcclCollectives::drop() noexcept {
   try {
     const DeviceContext::Current current(*setup_.context);
     (void)functions().ncclCommAbort(comm);
-  } catch (...) {
+  } catch (...) {  // NOLINT(bugprone-empty-catch)
     // The device has failed for good: there is nothing left to give back.
   }
 }
@@ -257,6 +257,7 @@ void NcclCollectives::all_gather(const void* send, void* recv, std::int64_t byte
 void NcclCollectives::all_to_all(const void* send, void* recv, std::int64_t bytes, void* stream) {
   check_sizes("bytes", bytes);
   std::vector<Span> spans;
+  spans.reserve(index(num_ranks()));
   for (int peer = 0; peer < num_ranks(); ++peer) spans.push_back({peer * bytes, bytes});
   all_to_all_v(send, spans, recv, spans, stream);
 }

@@ -15,7 +15,7 @@ namespace {
 }  // namespace
 
 std::unique_ptr<memory::WindowSource> make_memory_source(
-    comm::Group& /*group*/, std::shared_ptr<comm::DeviceCollectives> /*device*/,
+    comm::Group& /*group*/, const std::shared_ptr<comm::DeviceCollectives>& /*device*/,
     const GpuMemoryConfig& /*config*/, base::Deadline /*deadline*/) {
   refuse();
 }
