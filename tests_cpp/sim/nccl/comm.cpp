@@ -69,7 +69,7 @@ ncclResult_t split_now(ncclComm& parent, std::uint32_t number, int color,
   }
   *child = nullptr;
   if (color < 0) return ncclSuccess;
-  std::stable_sort(members.begin(), members.end());
+  std::sort(members.begin(), members.end());
   const auto own =
       std::find_if(members.begin(), members.end(),
                    [&](const std::pair<int, int>& member) { return member.second == parent.rank; });
