@@ -118,36 +118,77 @@ class Communicator:
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Returns when every rank has called it."""
 
-    def all_gather_v(self, send: object | None, recv: object | None, counts: Sequence[int], *, timeout_s: float | None = None) -> None:
+    def all_gather_v(self, send: object | None, recv: object | None, counts: Sequence[int], *, timeout_s: float | None = None, stream: object | None = None) -> None:
         """
         recv [sum(counts), ...] = send [counts[r], ...] of every rank r, in rank order.
         """
 
-    def reduce_scatter_v(self, send: object | None, recv: object | None, counts: Sequence[int], *, timeout_s: float | None = None) -> None:
+    def reduce_scatter_v(self, send: object | None, recv: object | None, counts: Sequence[int], *, timeout_s: float | None = None, stream: object | None = None) -> None:
         """
         recv [counts[rank], ...] = this rank's rows of the sum of all send [sum(counts), ...].
         float32, float16, bfloat16, int32 or int64; floats are added in float32, ranks ascending.
         """
 
-    def all_to_all(self, send: object | None, recv: object | None, *, timeout_s: float | None = None) -> None:
+    def all_to_all(self, send: object | None, recv: object | None, *, timeout_s: float | None = None, stream: object | None = None) -> None:
         """Block r of send [num_ranks * n, ...] goes to rank r; recv likewise."""
 
-    def all_to_all_v(self, send: object | None, recv: object | None, send_counts: Sequence[int], recv_counts: Sequence[int], *, timeout_s: float | None = None) -> None:
+    def all_to_all_v(self, send: object | None, recv: object | None, send_counts: Sequence[int], recv_counts: Sequence[int], *, timeout_s: float | None = None, stream: object | None = None) -> None:
         """
         send_counts[r] rows go to rank r, recv_counts[r] come from it; a difference between what
         one rank sends and the other expects is InvalidArgument on every rank.
         """
 
-    def broadcast(self, tensor: object | None, root: int, *, timeout_s: float | None = None) -> None:
+    def broadcast(self, tensor: object | None, root: int, *, timeout_s: float | None = None, stream: object | None = None) -> None:
         """Every rank's tensor becomes the root's."""
 
-    def all_reduce(self, send: object | None, recv: object | None, *, timeout_s: float | None = None) -> None:
+    def all_reduce(self, send: object | None, recv: object | None, *, timeout_s: float | None = None, stream: object | None = None) -> None:
         """
         recv = sum of all send; may be the same tensor. Types as reduce_scatter_v.
         """
 
     def all_gather_bytes(self, data: bytes, *, timeout_s: float | None = None) -> list[bytes]:
         """Every rank's bytes in rank order; lengths may differ."""
+
+    @staticmethod
+    def from_nccl(bootstrap: Communicator, *, device: Any = 'cuda', handle: int | None = None, library: str | None = None, timeout_s: float | None = None) -> Communicator:
+        """
+        The ranks of bootstrap, with collectives on GPU tensors over NCCL; collective.
+
+        CPU tensors go the way of bootstrap, of which this is a split. A collective on GPU tensors enqueues on
+        stream= (an int or a stream object; None: torch's current one, for its tensors), returns at once and
+        may be captured into a graph; nothing is compared between the ranks. Sums are NCCL's: in its order
+        and precision, which may differ between versions and runs.
+
+        Args:
+            bootstrap: any communicator of the ranks.
+            device: this rank's GPU: "cuda:1", a torch.device, or "cuda": torch's current one, else 0.
+            handle: address of an ncclComm_t of the caller with the same ranks, order and device, as
+                fanfold.interop_torch.nccl_handle gives it. It stays the caller's: it must outlive the
+                communicator, which never aborts or destroys it. None: a new one is made.
+            library: NCCL's file. None: environment variable FANFOLD_NCCL_LIBRARY, else what this process has
+                loaded, else the wheel of this environment, else the system's.
+            timeout_s: deadline of this and default of later calls; None: that of bootstrap.
+
+        Raises:
+            Unsupported: no NCCL of version 2.19 or later, other versions on other ranks, no such device, or
+                a build without the GPU backend.
+            InvalidArgument: the handle does not fit.
+            CudaFailure, SystemFailure, PeerTimeout, PeerLost: it could not be made; on all ranks.
+        """
+
+    @property
+    def device_index(self) -> int | None:
+        """The CUDA device of a communicator of from_nccl, else None."""
+
+    def check_device(self) -> None:
+        """Raises what has failed of collectives on GPU tensors; never waits."""
+
+    def shrink(self, lost: Sequence[int], survivors: Communicator, *, timeout_s: float | None = None) -> Communicator:
+        """
+        Of a communicator of from_nccl without the ranks that are lost, on the host communicator
+        of the others, in the same order; collective over survivors. This one can only be closed
+        then.
+        """
 
     @property
     def rank(self) -> int: ...
@@ -157,7 +198,7 @@ class Communicator:
 
     @property
     def kind(self) -> str:
-        """"threads", "processes", or the kind of the transport: "gloo", "mpi"."""
+        """"threads", "processes", "nccl", or the kind of the transport: "gloo", "mpi"."""
 
     @property
     def hosts(self) -> list[int]:
@@ -213,7 +254,7 @@ class AllocatorMemory:
     def kind(self) -> str | None:
         """
         How the ranks share GPU memory, once a block was made: "fabric",
-        "file_descriptor" or "same_process".
+        "file_descriptor", "same_process" or "nccl".
         """
 
     @property
@@ -344,7 +385,8 @@ class Allocator:
             device: "cpu" for host memory; "cuda:1", a torch.device, or "cuda" (torch's current device, else
                 0) for memory of this rank's GPU, which makes creation collective.
             kinds: how ranks may come to each other's GPU memory, in the order in which to try: "fabric"
-                (an NVLink domain), "file_descriptor" (one machine), "same_process" (threads). Empty: all.
+                (an NVLink domain), "file_descriptor" (one machine), "same_process" (threads). Empty: all of
+                these. Or alone "nccl": memory of NCCL 2.29 or later, on a communicator of from_nccl.
             timeout_s: deadline of a collective creation in seconds.
 
         Raises:

@@ -9,9 +9,11 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "base/clock.h"
 #include "comm/channel.h"
+#include "comm/device_collectives.h"
 #include "comm/group.h"
 #include "fanfold/communicator.h"
 
@@ -31,6 +33,19 @@ class Communicator::Impl {
   /// Only between a `Call`'s begin and end: `close` frees it.
   comm::Channel& channel() noexcept { return *channel_; }
   std::chrono::nanoseconds timeout() const noexcept { return timeout_; }
+  /// Collectives on GPU memory; null where the communicator has none. As `channel`, except that
+  /// `close` ends but does not free them.
+  comm::DeviceCollectives* device_collectives() noexcept { return device_.get(); }
+  /// For memory that outlives this; it borrows the group for nothing but calls.
+  const std::shared_ptr<comm::DeviceCollectives>& shared_device_collectives() const noexcept {
+    return device_;
+  }
+  /// Before anybody else has this.
+  void set_device_collectives(std::unique_ptr<comm::DeviceCollectives> device) noexcept {
+    device_ = std::move(device);
+  }
+  /// "nccl" with collectives on GPU memory, else the group's.
+  const char* kind() const noexcept { return device_ != nullptr ? "nccl" : group_->kind(); }
   /// Acquire: pairs with the release in `close`; may be asked by any thread.
   bool is_closed() const noexcept { return closed_.load(std::memory_order_acquire); }
 
@@ -61,6 +76,7 @@ class Communicator::Impl {
   std::unique_ptr<comm::Group> group_;      // outlives the channel
   std::mutex channel_mutex_;                // guards the life of `channel_` against `abort`
   std::unique_ptr<comm::Channel> channel_;  // null once closed
+  std::shared_ptr<comm::DeviceCollectives> device_;
   std::chrono::nanoseconds timeout_;
   std::atomic<bool> closed_{false};
   std::atomic<bool> is_running_{false};  // acquire and release by `Call`
