@@ -9,9 +9,11 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "base/clock.h"
 #include "comm/channel.h"
+#include "comm/device_collectives.h"
 #include "comm/group.h"
 #include "fanfold/communicator.h"
 
@@ -30,6 +32,13 @@ class Communicator::Impl {
   comm::Group& group() noexcept { return *group_; }
   /// Only between a `Call`'s begin and end: `close` frees it.
   comm::Channel& channel() noexcept { return *channel_; }
+  /// Collectives on GPUs; null: this communicator has none.
+  const std::shared_ptr<comm::DeviceCollectives>& device_collectives() const noexcept {
+    return device_collectives_;
+  }
+  void set_device_collectives(std::shared_ptr<comm::DeviceCollectives> collectives) noexcept {
+    device_collectives_ = std::move(collectives);
+  }
   std::chrono::nanoseconds timeout() const noexcept { return timeout_; }
   /// Acquire: pairs with the release in `close`; may be asked by any thread.
   bool is_closed() const noexcept { return closed_.load(std::memory_order_acquire); }
@@ -61,6 +70,7 @@ class Communicator::Impl {
   std::mutex channel_mutex_;                // guards the life of `channel_` against `abort`
   std::unique_ptr<comm::Channel> channel_;  // null once closed
   std::chrono::nanoseconds timeout_;
+  std::shared_ptr<comm::DeviceCollectives> device_collectives_;
   std::atomic<bool> closed_{false};
   std::atomic<bool> is_running_{false};  // acquire and release by `Call`
 };

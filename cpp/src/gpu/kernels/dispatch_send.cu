@@ -150,8 +150,40 @@ __device__ inline std::byte* store_of(const exec::DeviceRound& round, const Know
 /// Row of the regions on `rank` where this rank's row `place` lies.
 __device__ inline std::int64_t row_on(const exec::DeviceRound& round, int rank,
                                       std::int32_t place) {
-  const int source = has(Fault::kRowsOfReader) ? rank : round.rank;
-  return source * round.round_max_tokens + place;
+  const bool is_staged =
+      round.route == exec::DeviceRoute::kBlocks && !has(Fault::kStagesInOwnBlock);
+  const int block = is_staged || has(Fault::kRowsOfReader) ? rank : round.rank;
+  return block * round.round_max_tokens + place;
+}
+
+/// Where a token lies among all that are gathered.
+__device__ inline std::int64_t gathered_row(const exec::DeviceRound& round, std::int32_t token) {
+  return round.rank * round.round_max_tokens + token;
+}
+
+/// One warp: ids and weights of a token, to where they are gathered.
+__device__ inline void stage_indices(const Params& p, const Tile& tile, const TileRows& rows,
+                                     int row) {
+  const int top_k = p.round.top_k;
+  const std::int32_t token = tile.first + row;
+  std::byte* const store = p.round.staging + p.round.store_offset;
+  const std::int64_t to = gathered_row(p.round, token) * top_k;
+  for (int k = static_cast<int>(lane_id()); k < top_k; k += 32) {
+    reinterpret_cast<std::int32_t*>(store + p.topk_ids_offset)[to + k] = rows.ids[row * top_k + k];
+    if (p.topk_weights == nullptr) continue;
+    reinterpret_cast<float*>(store + p.topk_weights_offset)[to + k] =
+        p.topk_weights[token * p.weights_stride + k];
+  }
+}
+
+/// One warp: one segment of a token's row, likewise.
+__device__ inline void stage_segment(const Params& p, const exec::DevicePayload& payload,
+                                     std::int32_t token, int segment) {
+  const std::int64_t skipped = segment * kSegmentBytes;
+  std::byte* const to = p.round.staging + p.round.store_offset + payload.region_offset +
+                        gathered_row(p.round, token) * payload.region_stride_bytes + skipped;
+  copy_segment(payload.rows + token * payload.row_stride_bytes + skipped, to, 1,
+               segment_bytes(payload.row_bytes, segment), payload.unit);
 }
 
 /// One warp: ids, weights and number of a token, to all its targets.
@@ -207,8 +239,15 @@ __device__ inline void push_segment(const Params& p, const Known& known,
 __device__ inline void push_tile(const Params& p, const Known& known, const Tile& tile,
                                  const TileRows& rows) {
   int item = static_cast<int>(threadIdx.x) / 32;
+  const bool is_gathered = p.round.route == exec::DeviceRoute::kGather;
   if (!p.is_routed) {
-    for (; item < tile.rows; item += kWarps) push_indices(p, known, tile, rows, item);
+    for (; item < tile.rows; item += kWarps) {
+      if (is_gathered) {
+        stage_indices(p, tile, rows, item);
+      } else {
+        push_indices(p, known, tile, rows, item);
+      }
+    }
     item -= tile.rows;
   }
   for (int i = 0; i < p.num_payloads; ++i) {
@@ -217,7 +256,12 @@ __device__ inline void push_tile(const Params& p, const Known& known, const Tile
     const int num_items = tile.rows * num_segments;
     for (; item < num_items; item += kWarps) {
       const int row = item / num_segments;
-      push_segment(p, known, payload, tile, rows, row, item - row * num_segments);
+      const int segment = item - row * num_segments;
+      if (is_gathered) {
+        stage_segment(p, payload, tile.first + row, segment);
+      } else {
+        push_segment(p, known, payload, tile, rows, row, segment);
+      }
     }
     item -= num_items;
   }
@@ -234,7 +278,8 @@ __device__ inline void tell_dropped_ids(const exec::DeviceRound& round) {
 }
 
 /// Any grid. Blocks take tiles of at most 32 tokens: read their ids, agree with the other blocks on
-/// the tokens' rows (tiles.cuh), push what travels straight into the targets' windows. The last
+/// the tokens' rows (tiles.cuh), push what travels straight into the targets' windows or to where
+/// collectives take it from (exec::DeviceRoute). The last
 /// block to end begins the slot's next epoch, raises this rank's flags (after all blocks' rows:
 /// flags.cuh) and, if `waits`, waits for those of the peers; no other block waits for a peer.
 /// It also leaves the counters of the slot at 0; nothing else needs resetting.
