@@ -32,14 +32,16 @@ class Communicator::Impl {
   comm::Group& group() noexcept { return *group_; }
   /// Only between a `Call`'s begin and end: `close` frees it.
   comm::Channel& channel() noexcept { return *channel_; }
-  /// Collectives on GPUs; null: this communicator has none.
-  const std::shared_ptr<comm::DeviceCollectives>& device_collectives() const noexcept {
-    return device_collectives_;
-  }
-  void set_device_collectives(std::shared_ptr<comm::DeviceCollectives> collectives) noexcept {
-    device_collectives_ = std::move(collectives);
-  }
   std::chrono::nanoseconds timeout() const noexcept { return timeout_; }
+  /// Collectives on GPU memory; null where the communicator has none. As `channel`, except that
+  /// `close` ends but does not free them.
+  comm::DeviceCollectives* device_collectives() noexcept { return device_.get(); }
+  /// Before anybody else has this.
+  void set_device_collectives(std::unique_ptr<comm::DeviceCollectives> device,
+                              std::chrono::nanoseconds timeout) noexcept {
+    device_ = std::move(device);
+    timeout_ = timeout;
+  }
   /// Acquire: pairs with the release in `close`; may be asked by any thread.
   bool is_closed() const noexcept { return closed_.load(std::memory_order_acquire); }
 
@@ -69,8 +71,8 @@ class Communicator::Impl {
   std::unique_ptr<comm::Group> group_;      // outlives the channel
   std::mutex channel_mutex_;                // guards the life of `channel_` against `abort`
   std::unique_ptr<comm::Channel> channel_;  // null once closed
+  std::unique_ptr<comm::DeviceCollectives> device_;
   std::chrono::nanoseconds timeout_;
-  std::shared_ptr<comm::DeviceCollectives> device_collectives_;
   std::atomic<bool> closed_{false};
   std::atomic<bool> is_running_{false};  // acquire and release by `Call`
 };

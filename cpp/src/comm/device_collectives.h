@@ -7,14 +7,15 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/clock.h"
 #include "fanfold/dtype.h"
 
 namespace fanfold::comm {
 
-/// Every call enqueues on `stream` (a cudaStream_t of `device()`), may be captured into a graph, and
-/// returns at once. Ranks make the same calls in the same order; sizes are equal on all ranks but
-/// where stated. Between `begin_group` and `end_group` calls are gathered into one launch; of those
-/// nothing has begun before `end_group` returns.
+/// Every call enqueues on `stream` (a cudaStream_t of `device()`), may be captured into a graph,
+/// and returns at once. Ranks make the same calls in the same order; sizes are equal on all ranks
+/// but where stated. Between `begin_group` and `end_group` calls are gathered into one launch; of
+/// those nothing has begun before `end_group` returns.
 ///
 /// Threads: one at a time, except `abort`.
 /// @throws InvalidState  after `abort` or an asynchronous error; the reason is in the message.
@@ -55,8 +56,17 @@ class DeviceCollectives {
 
   /// @throws PeerLost, CudaFailure, InvalidState  what has failed since; never waits.
   virtual void check() = 0;
-  /// Ends what runs and makes later calls fail. From any thread.
+  /// Ends what runs, unless the transport is the caller's own, and makes later calls fail. From any
+  /// thread.
   virtual void abort() noexcept = 0;
+  /// Begins anew after a failure or an abort. Collective; what was enqueued before is lost, and
+  /// graphs that captured a call must be captured again.
+  /// @throws Unsupported  the transport is the caller's own, and it or this object has failed.
+  virtual void reset(base::Deadline deadline) = 0;
+  /// Ends it in good order: waits for what is enqueued. Collective; idempotent. Without it the
+  /// destructor aborts.
+  /// @throws PeerTimeout  not idle in time; it is aborted all the same.
+  virtual void close(base::Deadline deadline) = 0;
 };
 
 }  // namespace fanfold::comm

@@ -37,7 +37,7 @@ void as_group(DeviceCollectives& collectives, Enqueue&& enqueue) {
 }  // namespace
 
 DeviceCollective::DeviceCollective(Setup setup, base::Deadline deadline)
-    : DeviceExchange(std::move(setup), deadline), collectives_(std::move(setup_.collectives)) {
+    : DeviceExchange(std::move(setup), deadline), collectives_(setup_.collectives) {
   pending_.resize(slots_.size() * kNumPending);
   on_all_ranks([this] {
     for (Pending& each : pending_) each.event = device().make_event();
@@ -222,8 +222,7 @@ void DeviceCollective::throw_late(const Pending& pending) const {
   const std::string who = peer < 0 ? "a rank" : str("rank ", peer);
   throw PeerTimeout(str(what(), ": ", pending.phase, " of round ", pending.round, ": ", who,
                         " did not arrive within ", base::format_duration(pending.timeout_ns),
-                        "; it is late or frozen, and the communicator's collectives are aborted; "
-                        "make a new communicator"),
+                        "; it is late or frozen; call reset() on every rank"),
                     peer);
 }
 
@@ -285,8 +284,7 @@ std::function<void()> DeviceCollective::loss_watch() const {
     if (!has_graphs_ || failure_ != nullptr) return;
     give_up(std::make_exception_ptr(PeerTimeout(
         str(what(), ": a graph: it did not end within ", base::format_duration(limit.timeout_ns()),
-            "; a rank is late or frozen, and the communicator's collectives are "
-            "aborted; make a new communicator"),
+            "; a rank is late or frozen; call reset() on every rank"),
         -1)));
   };
 }
@@ -298,8 +296,8 @@ void DeviceCollective::drain(base::Deadline deadline) const {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (failure_ != nullptr) return;
     give_up(std::make_exception_ptr(InvalidState(
-        str(what(), ": the communicator's collectives were aborted, since they did not end within ",
-            base::format_duration(deadline.timeout_ns()), "; make a new communicator"))));
+        str(what(), ": its collectives were aborted, since they did not end within ",
+            base::format_duration(deadline.timeout_ns()), "; call reset() on every rank"))));
   });
 }
 
@@ -342,14 +340,17 @@ std::uint64_t DeviceCollective::reset(std::uint64_t max_epoch, base::Deadline de
   }
   const auto aborted =
       communicator.channel().all_gather_values({is_aborted ? 1 : 0}, deadline, kCall);
-  const auto first = std::find(aborted.begin(), aborted.end(), 1);
-  if (first == aborted.end()) return DeviceExchange::reset(max_epoch, deadline);
-  const std::string text =
-      str(what(), ": reset: the collectives of its communicator were aborted by rank ",
-          first - aborted.begin(), ", which cannot be undone; make a new communicator");
+  if (std::find(aborted.begin(), aborted.end(), 1) != aborted.end()) {
+    collectives_->abort();  // on the ranks where they still run
+    collectives_->reset(deadline);
+  }
+  const std::uint64_t epoch = DeviceExchange::reset(max_epoch, deadline);
   const std::lock_guard<std::mutex> lock(mutex_);
-  give_up(std::make_exception_ptr(InvalidState(text)));
-  throw InvalidState(text);
+  for (Pending& each : pending_) each.is_set = false;
+  failure_ = nullptr;
+  lost_since_ = 0;
+  has_graphs_ = false;
+  return epoch;
 }
 
 void DeviceCollective::close(base::Deadline deadline) {

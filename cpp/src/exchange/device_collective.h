@@ -28,8 +28,9 @@ namespace fanfold::exchange {
 /// A collective whose peers do not come waits in the stream, where no kernel looks at the clock.
 /// The host does, in every call of this object: a collective of a round that has not ended when the
 /// round's time is over, or when a rank has aborted or is gone, is aborted, and with it all
-/// collectives of the communicator. That cannot be undone: `reset` then refuses on every rank, and
-/// asks for a new communicator. Rounds of graphs are looked at by calls that wait only.
+/// collectives of the communicator. `reset` then makes these anew, which loses what other AllToAlls
+/// of the communicator have under way, and graphs that captured them. Rounds of graphs are looked
+/// at by calls that wait only.
 class DeviceCollective final : public DeviceExchange {
  public:
   DeviceCollective(Setup setup, base::Deadline deadline);
@@ -97,7 +98,7 @@ class DeviceCollective final : public DeviceExchange {
   [[noreturn]] void throw_late(const Pending& pending) const;
   void give_up(std::exception_ptr failure) const noexcept;
 
-  std::shared_ptr<comm::DeviceCollectives> collectives_;
+  comm::DeviceCollectives* collectives_;  // the communicator's
   mutable std::mutex mutex_;              // guards all below
   mutable std::vector<Pending> pending_;  // [F * kNumPending]
   mutable std::int64_t lost_since_ = 0;

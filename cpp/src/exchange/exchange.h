@@ -47,7 +47,7 @@ struct Setup {
   std::string what;            // "AllToAll 'moe'"
   BackendFactory backend = nullptr;
   DeviceBackendFactory device_backend = nullptr;
-  std::shared_ptr<comm::DeviceCollectives> collectives;  // the communicator's; null: it has none
+  comm::DeviceCollectives* collectives = nullptr;  // the communicator's; null: it has none
   // Only during construction: whose memory, control area and slots it uses; null: its own.
   std::shared_ptr<Exchange> workspace_of;
   std::uint16_t member = 0;  // of those that share a workspace, in order of creation
