@@ -7,8 +7,8 @@
 
 #include "api/all_to_all_conformance.h"
 #include "api/all_to_all_rounds_conformance.h"
-#include "gpu/collective_ranks.h"
 #include "gpu/gpu_ranks.h"
+#include "gpu/nccl_ranks.h"
 
 namespace fanfold {
 namespace {
@@ -21,7 +21,7 @@ void spawn_threads(int num_ranks, const std::function<void(Communicator&)>& rank
 
 /// Ranks whose communicators have collectives on GPUs.
 void spawn_with_collectives(int num_ranks, const std::function<void(Communicator&)>& rank_body) {
-  testing::spawn_collective_ranks(num_ranks, num_ranks, rank_body);
+  testing::spawn_nccl_ranks(num_ranks, num_ranks, rank_body);
 }
 
 /// The devices of the test that runs.

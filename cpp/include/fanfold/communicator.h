@@ -18,6 +18,8 @@
 
 namespace fanfold {
 
+struct NcclOptions;
+
 /// Time after which a wait gives up when nothing else is said.
 inline constexpr std::chrono::nanoseconds kDefaultTimeout = std::chrono::seconds(60);
 
@@ -29,6 +31,13 @@ inline constexpr std::chrono::nanoseconds kDefaultTimeout = std::chrono::seconds
 /// through shared memory. They return when this rank may reuse its inputs and read its results.
 /// Sums are taken in rank order from +0.0f in float32 and rounded once (integers wrap), so every
 /// rank and run gets the same bits.
+///
+/// A communicator of `from_nccl` takes GPU tensors as well, all of a call's on its device. Such a
+/// call enqueues on `stream`, which must be given (a cudaStream_t; null is the legacy stream),
+/// returns at once, and may be captured into a graph; the deadline bounds only what NCCL does
+/// before that. Nothing is compared between the ranks: a difference may hang the stream until
+/// `abort`. Sums are NCCL's: in its order and precision, which may differ between versions and
+/// runs.
 ///
 /// Threads: one call at a time per object; distinct objects are independent.
 /// Ownership: objects made from a communicator share its state; it is closed by `close()`.
@@ -77,6 +86,15 @@ class FANFOLD_EXPORT Communicator {
                                      TransportUse use = TransportUse::kAuto,
                                      std::chrono::nanoseconds timeout = kDefaultTimeout);
 
+  /// The ranks of `bootstrap` with collectives on GPU tensors over NCCL, whose host side works over
+  /// a split of `bootstrap`. Collective. A failure on one rank fails on all of them, in words.
+  /// @throws Unsupported      no NCCL of version 2.19 or later, other versions on other ranks, no
+  ///         such device, a build without the GPU backend.
+  /// @throws InvalidArgument  the handle is of other ranks or another device, or not every rank
+  ///         gives one.
+  /// @throws CudaFailure, SystemFailure, PeerTimeout, PeerLost
+  static Communicator from_nccl(Communicator& bootstrap, const NcclOptions& options);
+
   Communicator(Communicator&&) noexcept;
   Communicator& operator=(Communicator&&) noexcept;
   /// Marks this rank as left and frees local resources; never waits. Prefer `close()`.
@@ -84,7 +102,7 @@ class FANFOLD_EXPORT Communicator {
 
   int rank() const;
   int num_ranks() const;
-  /// "threads", "processes", or the kind of the transport.
+  /// "threads", "processes", "nccl", or the kind of the transport.
   std::string kind() const;
   /// The host of each rank: numbers from 0 in the order in which ranks first name them.
   std::vector<int> hosts() const;
@@ -100,27 +118,33 @@ class FANFOLD_EXPORT Communicator {
   /// `counts` (equal on all ranks) has one entry per rank.
   void all_gather_v(const TensorView& send, const TensorView& recv,
                     const std::vector<std::int64_t>& counts,
-                    std::optional<std::chrono::nanoseconds> timeout = {});
+                    std::optional<std::chrono::nanoseconds> timeout = {},
+                    std::optional<void*> stream = {});
   /// recv [counts[rank], ...] = this rank's rows of the sum over ranks of send [sum(counts), ...].
   /// float32, float16, bfloat16, int32 or int64.
   void reduce_scatter_v(const TensorView& send, const TensorView& recv,
                         const std::vector<std::int64_t>& counts,
-                        std::optional<std::chrono::nanoseconds> timeout = {});
+                        std::optional<std::chrono::nanoseconds> timeout = {},
+                        std::optional<void*> stream = {});
   /// Splits `send` [num_ranks * n, ...] equally: block r goes to rank r; recv likewise.
   void all_to_all(const TensorView& send, const TensorView& recv,
-                  std::optional<std::chrono::nanoseconds> timeout = {});
+                  std::optional<std::chrono::nanoseconds> timeout = {},
+                  std::optional<void*> stream = {});
   /// Block r of `send`, send_counts[r] rows, goes to rank r; recv holds recv_counts[r] rows of each
   /// rank r in rank order. What one rank sends the other must expect.
   void all_to_all_v(const TensorView& send, const TensorView& recv,
                     const std::vector<std::int64_t>& send_counts,
                     const std::vector<std::int64_t>& recv_counts,
-                    std::optional<std::chrono::nanoseconds> timeout = {});
+                    std::optional<std::chrono::nanoseconds> timeout = {},
+                    std::optional<void*> stream = {});
   /// Every rank's `tensor` becomes the root's.
   void broadcast(const TensorView& tensor, int root,
-                 std::optional<std::chrono::nanoseconds> timeout = {});
+                 std::optional<std::chrono::nanoseconds> timeout = {},
+                 std::optional<void*> stream = {});
   /// recv = sum over ranks of send; may be the same tensor. Types as reduce_scatter_v.
   void all_reduce(const TensorView& send, const TensorView& recv,
-                  std::optional<std::chrono::nanoseconds> timeout = {});
+                  std::optional<std::chrono::nanoseconds> timeout = {},
+                  std::optional<void*> stream = {});
   /// Every rank's bytes in rank order; lengths may differ.
   std::vector<Bytes> all_gather_bytes(const Bytes& bytes,
                                       std::optional<std::chrono::nanoseconds> timeout = {});
@@ -130,10 +154,24 @@ class FANFOLD_EXPORT Communicator {
   std::optional<Communicator> split(int color, int key,
                                     std::optional<std::chrono::nanoseconds> timeout = {});
 
+  /// Of a communicator of `from_nccl` that has lost ranks: that of the others, on their host
+  /// communicator `survivors`, where they have the same order. Collective over `survivors`. This
+  /// one can only be closed then. With NCCL before 2.27 the new one is made from nothing.
+  /// @throws InvalidArgument  `lost` and `survivors` do not add up to this one's ranks.
+  Communicator shrink(const std::vector<int>& lost, Communicator& survivors,
+                      std::optional<std::chrono::nanoseconds> timeout = {});
+  /// What has failed of collectives on GPU tensors since; never waits. Nothing where there are
+  /// none.
+  /// @throws PeerLost, CudaFailure, SystemFailure, InvalidArgument, InvalidState
+  void check_device();
+
   /// Makes waits of all ranks on this communicator throw PeerAborted(rank, reason) until `reset`.
-  /// May be called from another thread.
+  /// May be called from another thread. What this rank has enqueued over a communicator that
+  /// `from_nccl` made ends; peers must call it, too.
   void abort(const std::string& reason);
-  /// Brings the group back after PeerTimeout or PeerAborted. Collective, waits.
+  /// Brings the group back after PeerTimeout or PeerAborted. Collective, waits. NCCL's communicator
+  /// is made anew: graphs that captured its calls must be captured again.
+  /// @throws Unsupported  NCCL's communicator is the caller's, and has failed.
   void reset(std::optional<std::chrono::nanoseconds> timeout = {});
   /// Leaves the group: waits until every rank has called it or has left, then frees. Idempotent.
   /// @throws PeerTimeout  a rank did not call it in time; this rank is closed all the same.

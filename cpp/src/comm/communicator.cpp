@@ -9,6 +9,7 @@
 
 #include "base/format.h"
 #include "comm/communicator_impl.h"
+#include "comm/device_calls.h"
 #include "comm/tensor_checks.h"
 #include "fanfold/error.h"
 
@@ -16,6 +17,7 @@ namespace fanfold {
 namespace {
 
 using Timeout = std::optional<std::chrono::nanoseconds>;
+using Stream = std::optional<void*>;
 
 const std::byte* bytes_of(const TensorView& view) {
   return static_cast<const std::byte*>(view.data);
@@ -39,7 +41,7 @@ int Communicator::rank() const { return checked(impl_).group().rank(); }
 
 int Communicator::num_ranks() const { return checked(impl_).group().num_ranks(); }
 
-std::string Communicator::kind() const { return checked(impl_).group().kind(); }
+std::string Communicator::kind() const { return checked(impl_).kind(); }
 
 std::chrono::nanoseconds Communicator::timeout() const { return checked(impl_).timeout(); }
 
@@ -51,10 +53,12 @@ void Communicator::barrier(Timeout timeout) {
 }
 
 void Communicator::all_gather_v(const TensorView& send, const TensorView& recv,
-                                const std::vector<std::int64_t>& counts, Timeout timeout) {
+                                const std::vector<std::int64_t>& counts, Timeout timeout,
+                                Stream stream) {
   Impl& impl = checked(impl_);
   const base::Deadline deadline = impl.deadline(timeout);
   const Impl::Call call(impl, "all_gather_v");
+  if (comm::is_on_gpu({send, recv})) return comm::all_gather_v(impl, send, recv, counts, stream);
   const std::int64_t sum = comm::check_counts("counts", counts, num_ranks());
   const auto own = static_cast<std::size_t>(rank());
   comm::check_tensor("send", send);
@@ -70,10 +74,13 @@ void Communicator::all_gather_v(const TensorView& send, const TensorView& recv,
 }
 
 void Communicator::reduce_scatter_v(const TensorView& send, const TensorView& recv,
-                                    const std::vector<std::int64_t>& counts, Timeout timeout) {
+                                    const std::vector<std::int64_t>& counts, Timeout timeout,
+                                    Stream stream) {
   Impl& impl = checked(impl_);
   const base::Deadline deadline = impl.deadline(timeout);
   const Impl::Call call(impl, "reduce_scatter_v");
+  if (comm::is_on_gpu({send, recv}))
+    return comm::reduce_scatter_v(impl, send, recv, counts, stream);
   const std::int64_t sum = comm::check_counts("counts", counts, num_ranks());
   comm::check_tensor("send", send);
   comm::check_addable("send", send);
@@ -84,10 +91,12 @@ void Communicator::reduce_scatter_v(const TensorView& send, const TensorView& re
                                   counts, deadline);
 }
 
-void Communicator::all_to_all(const TensorView& send, const TensorView& recv, Timeout timeout) {
+void Communicator::all_to_all(const TensorView& send, const TensorView& recv, Timeout timeout,
+                              Stream stream) {
   Impl& impl = checked(impl_);
   const base::Deadline deadline = impl.deadline(timeout);
   const Impl::Call call(impl, "all_to_all");
+  if (comm::is_on_gpu({send, recv})) return comm::all_to_all(impl, send, recv, stream);
   comm::check_tensor("send", send);
   if (send.shape[0] % num_ranks() != 0) {
     throw InvalidArgument(base::str("send: expected a multiple of ", num_ranks(),
@@ -101,10 +110,14 @@ void Communicator::all_to_all(const TensorView& send, const TensorView& recv, Ti
 
 void Communicator::all_to_all_v(const TensorView& send, const TensorView& recv,
                                 const std::vector<std::int64_t>& send_counts,
-                                const std::vector<std::int64_t>& recv_counts, Timeout timeout) {
+                                const std::vector<std::int64_t>& recv_counts, Timeout timeout,
+                                Stream stream) {
   Impl& impl = checked(impl_);
   const base::Deadline deadline = impl.deadline(timeout);
   const Impl::Call call(impl, "all_to_all_v");
+  if (comm::is_on_gpu({send, recv})) {
+    return comm::all_to_all_v(impl, send, recv, send_counts, recv_counts, stream);
+  }
   const std::int64_t sent = comm::check_counts("send_counts", send_counts, num_ranks());
   const std::int64_t received = comm::check_counts("recv_counts", recv_counts, num_ranks());
   comm::check_tensor("send", send);
@@ -115,10 +128,11 @@ void Communicator::all_to_all_v(const TensorView& send, const TensorView& recv,
                               send_counts, recv_counts, deadline);
 }
 
-void Communicator::broadcast(const TensorView& tensor, int root, Timeout timeout) {
+void Communicator::broadcast(const TensorView& tensor, int root, Timeout timeout, Stream stream) {
   Impl& impl = checked(impl_);
   const base::Deadline deadline = impl.deadline(timeout);
   const Impl::Call call(impl, "broadcast");
+  if (comm::is_on_gpu({tensor})) return comm::broadcast(impl, tensor, root, stream);
   comm::check_tensor("tensor", tensor);
   if (root < 0 || root >= num_ranks()) {
     throw InvalidArgument(
@@ -127,10 +141,12 @@ void Communicator::broadcast(const TensorView& tensor, int root, Timeout timeout
   impl.channel().broadcast(mutable_bytes_of(tensor), comm::whole_type(tensor), root, deadline);
 }
 
-void Communicator::all_reduce(const TensorView& send, const TensorView& recv, Timeout timeout) {
+void Communicator::all_reduce(const TensorView& send, const TensorView& recv, Timeout timeout,
+                              Stream stream) {
   Impl& impl = checked(impl_);
   const base::Deadline deadline = impl.deadline(timeout);
   const Impl::Call call(impl, "all_reduce");
+  if (comm::is_on_gpu({send, recv})) return comm::all_reduce(impl, send, recv, stream);
   comm::check_tensor("send", send);
   comm::check_addable("send", send);
   comm::check_rows("recv", recv, send, send.shape[0]);
@@ -176,6 +192,7 @@ void Communicator::reset(Timeout timeout) {
   const base::Deadline deadline = impl.deadline(timeout);
   const Impl::Call call(impl, "reset");
   impl.channel().reset(deadline);
+  if (impl.device_collectives() != nullptr) impl.device_collectives()->reset(deadline);
 }
 
 void Communicator::close(Timeout timeout) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/communicator_impl.h"
 
+#include <exception>
 #include <utility>
 
 #include "base/format.h"
@@ -14,6 +15,7 @@ Communicator::Impl::Impl(std::unique_ptr<comm::Group> group, std::unique_ptr<com
 
 Communicator::Impl::~Impl() {
   if (group_->is_forked_child()) return;
+  device_.reset();
   channel_.reset();
   group_->leave();
 }
@@ -40,11 +42,20 @@ void Communicator::Impl::abort(const std::string& reason) {
   check_usable("abort");
   const std::lock_guard<std::mutex> lock(channel_mutex_);
   if (channel_ != nullptr) channel_->abort(reason);
+  if (device_ != nullptr) device_->abort();
 }
 
 void Communicator::Impl::close(base::Deadline deadline) {
   const Call call(*this, "close");
   closed_.store(true, std::memory_order_release);  // acquire: is_closed
+  std::exception_ptr device_error;
+  if (device_ != nullptr) {  // while the peers still see this rank
+    try {
+      device_->close(deadline);
+    } catch (...) {
+      device_error = std::current_exception();
+    }
+  }
   // Before the wait, so that peers that are in an exchange of this group see it too.
   group_->leave();
   const auto finish = [this] {
@@ -58,6 +69,7 @@ void Communicator::Impl::close(base::Deadline deadline) {
     throw;
   }
   finish();
+  if (device_error != nullptr) std::rethrow_exception(device_error);
 }
 
 Communicator::Impl::Call::Call(Impl& impl, const char* name) : impl_(impl) {

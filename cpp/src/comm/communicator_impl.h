@@ -42,6 +42,8 @@ class Communicator::Impl {
     device_ = std::move(device);
     timeout_ = timeout;
   }
+  /// "nccl" with collectives on GPU memory, else the group's.
+  const char* kind() const noexcept { return device_ != nullptr ? "nccl" : group_->kind(); }
   /// Acquire: pairs with the release in `close`; may be asked by any thread.
   bool is_closed() const noexcept { return closed_.load(std::memory_order_acquire); }
 

@@ -24,9 +24,11 @@ std::string describe(const std::vector<std::int64_t>& counts) {
 
 }  // namespace
 
-void check_tensor(const char* name, const TensorView& view) {
-  if (view.device != DeviceType::kCpu) {
-    throw InvalidArgument(base::str(name, ": expected a tensor on cpu, got ", view.describe()));
+void check_tensor(const char* name, const TensorView& view, DeviceType device) {
+  if (view.device != device) {
+    throw InvalidArgument(base::str(name, ": expected a tensor on ",
+                                    device == DeviceType::kCpu ? "cpu" : "the GPU", ", got ",
+                                    view.describe()));
   }
   if (view.ndim < 1) {
     throw InvalidArgument(
@@ -43,7 +45,7 @@ void check_tensor(const char* name, const TensorView& view) {
 }
 
 void check_rows(const char* name, const TensorView& view, const TensorView& like,
-                std::int64_t num_rows) {
+                std::int64_t num_rows, DeviceType device) {
   bool fits = view.dtype == like.dtype && view.ndim == like.ndim && view.ndim > 0 &&
               view.shape[0] == num_rows;
   for (std::size_t i = 1; fits && i < static_cast<std::size_t>(view.ndim); ++i) {
@@ -55,7 +57,7 @@ void check_rows(const char* name, const TensorView& view, const TensorView& like
     throw InvalidArgument(
         base::str(name, ": expected ", expected.describe(), ", got ", view.describe()));
   }
-  check_tensor(name, view);
+  check_tensor(name, view, device);
 }
 
 void check_addable(const char* name, const TensorView& view) {

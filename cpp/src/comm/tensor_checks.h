@@ -11,14 +11,14 @@
 
 namespace fanfold::comm {
 
-/// Contiguous CPU memory of at least one dimension.
+/// Contiguous memory of at least one dimension, of the CPU or of any GPU.
 /// @throws InvalidArgument
-void check_tensor(const char* name, const TensorView& view);
+void check_tensor(const char* name, const TensorView& view, DeviceType device = DeviceType::kCpu);
 
 /// As `check_tensor`, with the dtype and row shape of `like` and `num_rows` rows.
 /// @throws InvalidArgument
 void check_rows(const char* name, const TensorView& view, const TensorView& like,
-                std::int64_t num_rows);
+                std::int64_t num_rows, DeviceType device = DeviceType::kCpu);
 
 /// A type that collectives can add: float32, float16, bfloat16, int32 or int64.
 /// @throws InvalidArgument

@@ -230,13 +230,16 @@ void DeviceCollective::throw_late(const Pending& pending) const {
 void DeviceCollective::throw_if_stuck() const {
   // Peers that have left may have done their part.
   constexpr std::int64_t kGraceNs = 400'000'000;
-  collectives_->check();
   const Pending* const pending = oldest_pending();
-  if (pending == nullptr) return;
+  if (pending == nullptr) {
+    lost_since_ = 0;
+    return;
+  }
   const comm::WaitFor target{rank_, pending->phase, pending->round};
   control().throw_if_aborted(target);
   try {
     control().throw_if_lost(target);
+    collectives_->check();
     lost_since_ = 0;
   } catch (const PeerLost&) {
     if (lost_since_ == 0) lost_since_ = base::now_ns();

@@ -2,6 +2,7 @@
 #include "fanfold/error.h"
 #include "gpu/backend.h"
 #include "gpu/memory_source.h"
+#include "gpu/nccl.h"
 
 namespace fanfold::gpu {
 namespace {
@@ -16,6 +17,18 @@ namespace {
 std::unique_ptr<memory::WindowSource> make_memory_source(comm::Group& /*group*/,
                                                          const GpuMemoryConfig& /*config*/,
                                                          base::Deadline /*deadline*/) {
+  refuse();
+}
+
+std::unique_ptr<comm::DeviceCollectives> make_nccl_collectives(
+    comm::Group& /*group*/, const NcclOptions& /*options*/,
+    std::chrono::nanoseconds /*call_timeout*/, base::Deadline /*deadline*/) {
+  refuse();
+}
+
+std::unique_ptr<comm::DeviceCollectives> shrink_nccl_collectives(
+    comm::DeviceCollectives& /*old*/, const std::vector<int>& /*lost*/, comm::Group& /*group*/,
+    std::chrono::nanoseconds /*call_timeout*/, base::Deadline /*deadline*/) {
   refuse();
 }
 

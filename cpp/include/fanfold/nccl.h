@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// How a communicator gets collectives on GPU memory: Communicator::from_nccl.
+
+#include <chrono>
+#include <optional>
+#include <string>
+
+#include "fanfold/export.h"
+
+namespace fanfold {
+
+/// NCCL is looked up at run time: the path given here or in the environment variable
+/// FANFOLD_NCCL_LIBRARY, else a libnccl.so.2 that this process has loaded, else
+/// `default_library`, else the system's. Version 2.19 or later.
+struct FANFOLD_EXPORT NcclOptions {
+  /// This rank's CUDA device.
+  int device_index = 0;
+  /// An ncclComm_t of the caller, with the ranks, their order and the device of this call; null: a
+  /// new one is made. The caller keeps it: it must outlive the communicator, which neither
+  /// finalizes, aborts nor destroys it, and nobody else may use it meanwhile in another order.
+  void* handle = nullptr;
+  /// NCCL's file; empty: as above.
+  std::string library;
+  std::string default_library;
+  /// Also the default deadline of the communicator's calls. Absent: that of the bootstrap.
+  std::optional<std::chrono::nanoseconds> timeout;
+};
+
+}  // namespace fanfold

@@ -1,0 +1,310 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "gpu/nccl_collectives.h"
+
+#include <cerrno>
+#include <thread>
+#include <utility>
+
+#include "base/format.h"
+#include "comm/rank_index.h"
+#include "fanfold/error.h"
+
+namespace fanfold::gpu {
+namespace {
+
+using comm::index;
+
+constexpr std::chrono::microseconds kShortPause(20);
+constexpr std::chrono::microseconds kLongPause(500);
+constexpr int kShortPauses = 200;
+
+nccl::DataType data_type(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return nccl::kFloat32;
+    case DType::kFloat16:
+      return nccl::kFloat16;
+    case DType::kBFloat16:
+      return nccl::kBfloat16;
+    case DType::kInt32:
+      return nccl::kInt32;
+    case DType::kInt64:
+      return nccl::kInt64;
+    default:
+      throw InvalidArgument(base::str(
+          "NCCL sum: expected float32, float16, bfloat16, int32 or int64, got ", name_of(dtype)));
+  }
+}
+
+std::size_t size(std::int64_t count) { return static_cast<std::size_t>(count); }
+
+const std::byte* at(const void* data, std::int64_t offset) {
+  return static_cast<const std::byte*>(data) + offset;
+}
+std::byte* at(void* data, std::int64_t offset) { return static_cast<std::byte*>(data) + offset; }
+
+void check_sizes(const char* what, std::int64_t value) {
+  if (value >= 0) return;
+  throw InvalidArgument(base::str(what, ": expected 0 or more, got ", value));
+}
+
+void check_spans(const char* what, const std::vector<comm::DeviceCollectives::Span>& spans,
+                 int num_ranks) {
+  bool fits = spans.size() == index(num_ranks);
+  for (const auto& span : spans) fits = fits && span.offset >= 0 && span.bytes >= 0;
+  if (fits) return;
+  throw InvalidArgument(base::str(what, ": expected a span for each of ", num_ranks,
+                                  " ranks, none negative, got ", spans.size(), " spans"));
+}
+
+}  // namespace
+
+NcclCollectives::NcclCollectives(Setup setup) : setup_(std::move(setup)) {}
+
+NcclCollectives::~NcclCollectives() { drop(); }
+
+void NcclCollectives::drop() noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const nccl::Comm comm = std::exchange(comm_, nullptr);
+  if (comm == nullptr || is_adopted() || setup_.context->driver().is_forked_child()) return;
+  try {
+    const DeviceContext::Current current(*setup_.context);
+    (void)functions().ncclCommAbort(comm);
+  } catch (...) {
+    // The device has failed for good: there is nothing left to give back.
+  }
+}
+
+// --- Errors -----------------------------------------------------------------------------------
+
+void NcclCollectives::check_usable(const char* name) {
+  if (setup_.context->driver().is_forked_child()) {
+    throw InvalidState(base::str(name,
+                                 ": expected the process that made the communicator, got a "
+                                 "forked child"));
+  }
+  if (is_closed_) throw InvalidState(base::str(name, ": the communicator is closed"));
+  const std::string failed = reason();
+  if (failed.empty()) return;
+  throw InvalidState(base::str(name, ": the collectives on GPU memory have failed: ", failed));
+}
+
+void NcclCollectives::remember(const std::string& reason) noexcept {
+  const std::lock_guard<std::mutex> lock(reason_mutex_);
+  if (reason_.empty()) reason_ = reason;
+}
+
+std::string NcclCollectives::reason() const {
+  const std::lock_guard<std::mutex> lock(reason_mutex_);
+  return reason_;
+}
+
+void NcclCollectives::check_peers(const char* name) const {
+  for (int peer = 0; peer < num_ranks(); ++peer) {
+    if (peer == rank()) continue;
+    const std::string reason = setup_.group->lost_reason(peer);
+    if (!reason.empty()) {
+      throw PeerLost(base::str("NCCL, ", name, ": rank ", peer, " is lost: ", reason), peer);
+    }
+  }
+}
+
+void NcclCollectives::fail(const char* name, nccl::Result result) {
+  std::string text;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    text =
+        base::str("NCCL, rank ", rank(), ", ", name, ": ", setup_.library->describe(result, comm_));
+  }
+  remember(text);
+  constexpr int kUnknownCudaError = 999;  // NCCL keeps the code to itself
+  switch (result) {
+    case nccl::kInvalidArgument:
+    case nccl::kInvalidUsage:
+      throw InvalidArgument(text);
+    case nccl::kSystemError:
+      throw SystemFailure(text, EIO);
+    case nccl::kRemoteError:
+    case nccl::kTimeout:
+      check_peers(name);
+      throw SystemFailure(text, EPIPE);
+    default:
+      throw CudaFailure(text, kUnknownCudaError);
+  }
+}
+
+/// The state of the communicator: success, in progress, or what has failed.
+nccl::Result NcclCollectives::look(const char* name) {
+  nccl::Result state = nccl::kSuccess;
+  nccl::Result result = nccl::kSuccess;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (comm_ == nullptr) throw InvalidState(base::str("NCCL, ", name, ": ended: ", reason()));
+    result = functions().ncclCommGetAsyncError(comm_, &state);
+  }
+  if (result != nccl::kSuccess) fail(name, result);
+  return state;
+}
+
+void NcclCollectives::settle(const char* name, base::Deadline deadline, bool heeds_losses) {
+  for (int pauses = 0;; ++pauses) {
+    const nccl::Result state = look(name);
+    if (state == nccl::kSuccess) return;
+    if (state != nccl::kInProgress) fail(name, state);
+    if (heeds_losses && pauses > kShortPauses) check_peers(name);
+    if (deadline.passed()) {
+      const std::string text =
+          base::str("NCCL, rank ", rank(), ", ", name, ": still in progress after ",
+                    deadline.timeout_ns() / 1000000, " ms: a peer has not come");
+      remember(text);
+      throw PeerTimeout(text, -1);
+    }
+    if (pauses < kShortPauses) {
+      std::this_thread::sleep_for(kShortPause);
+    } else {
+      std::this_thread::sleep_for(kLongPause);
+    }
+  }
+}
+
+void NcclCollectives::check() {
+  check_usable("check");
+  const nccl::Result state = look("check");
+  if (state != nccl::kSuccess && state != nccl::kInProgress) fail("check", state);
+  check_peers("check");
+}
+
+void NcclCollectives::abort() noexcept {
+  remember("they were aborted");
+  if (!is_adopted()) drop();
+}
+
+// --- Calls ------------------------------------------------------------------------------------
+
+void NcclCollectives::run(const char* name, const Call& call) {
+  check_usable(name);
+  issue({{name, call}});
+}
+
+void NcclCollectives::begin_group() {
+  check_usable("begin_group");
+  ++group_depth_;
+}
+
+void NcclCollectives::end_group() {
+  if (group_depth_ == 0) throw InvalidState("end_group: expected a group that was begun");
+  if (--group_depth_ > 0) return;
+  const std::vector<Named> calls = std::exchange(group_calls_, {});
+  check_usable("end_group");
+  issue(calls);
+}
+
+void NcclCollectives::enqueue(std::vector<Named> calls) {
+  check_usable(calls.front().name);
+  if (group_depth_ == 0) {
+    issue(calls);
+    return;
+  }
+  for (Named& call : calls) group_calls_.push_back(std::move(call));
+}
+
+void NcclCollectives::issue(const std::vector<Named>& calls) {
+  if (calls.empty()) return;
+  const char* name = calls.front().name;
+  const base::Deadline deadline(setup_.call_timeout);
+  nccl::Result result = nccl::kSuccess;
+  {
+    const DeviceContext::Current current(*setup_.context);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (comm_ == nullptr) throw InvalidState(base::str("NCCL, ", name, ": ended: ", reason()));
+    const bool is_group = calls.size() > 1;
+    if (is_group) result = functions().ncclGroupStart();
+    for (const Named& one : calls) {
+      if (result != nccl::kSuccess && result != nccl::kInProgress) break;
+      name = one.name;
+      result = one.call(functions(), comm_);
+    }
+    if (is_group) {  // also after a failure: the group is this thread's
+      const nccl::Result ended = functions().ncclGroupEnd();
+      if (result == nccl::kSuccess || result == nccl::kInProgress) result = ended;
+    }
+  }
+  if (result != nccl::kSuccess && result != nccl::kInProgress) fail(name, result);
+  if (result == nccl::kInProgress) settle(name, deadline);
+}
+
+void NcclCollectives::all_gather(const void* send, void* recv, std::int64_t bytes, void* stream) {
+  check_sizes("bytes", bytes);
+  if (bytes == 0) return check_usable("all_gather");
+  enqueue({{"ncclAllGather", [=](const nccl::Functions& call, nccl::Comm comm) {
+              return call.ncclAllGather(send, recv, size(bytes), nccl::kUint8, comm, stream);
+            }}});
+}
+
+void NcclCollectives::all_to_all(const void* send, void* recv, std::int64_t bytes, void* stream) {
+  check_sizes("bytes", bytes);
+  std::vector<Span> spans;
+  for (int peer = 0; peer < num_ranks(); ++peer) spans.push_back({peer * bytes, bytes});
+  all_to_all_v(send, spans, recv, spans, stream);
+}
+
+void NcclCollectives::all_to_all_v(const void* send, const std::vector<Span>& to, void* recv,
+                                   const std::vector<Span>& from, void* stream) {
+  check_spans("to", to, num_ranks());
+  check_spans("from", from, num_ranks());
+  std::vector<Named> calls;
+  for (int peer = 0; peer < num_ranks(); ++peer) {
+    const Span out = to[index(peer)];
+    const Span in = from[index(peer)];
+    if (out.bytes > 0) {
+      calls.push_back({"ncclSend", [=](const nccl::Functions& call, nccl::Comm comm) {
+                         return call.ncclSend(at(send, out.offset), size(out.bytes), nccl::kUint8,
+                                              peer, comm, stream);
+                       }});
+    }
+    if (in.bytes > 0) {
+      calls.push_back({"ncclRecv", [=](const nccl::Functions& call, nccl::Comm comm) {
+                         return call.ncclRecv(at(recv, in.offset), size(in.bytes), nccl::kUint8,
+                                              peer, comm, stream);
+                       }});
+    }
+  }
+  if (calls.empty()) return check_usable("all_to_all");
+  enqueue(std::move(calls));
+}
+
+void NcclCollectives::broadcast(void* data, std::int64_t bytes, int root, void* stream) {
+  check_sizes("bytes", bytes);
+  if (root < 0 || root >= num_ranks()) {
+    throw InvalidArgument(
+        base::str("root: expected a rank of 0 to ", num_ranks() - 1, ", got ", root));
+  }
+  if (bytes == 0) return check_usable("broadcast");
+  enqueue({{"ncclBroadcast", [=](const nccl::Functions& call, nccl::Comm comm) {
+              return call.ncclBroadcast(data, data, size(bytes), nccl::kUint8, root, comm, stream);
+            }}});
+}
+
+void NcclCollectives::all_reduce(const void* send, void* recv, DType dtype,
+                                 std::int64_t num_elements, void* stream) {
+  check_sizes("num_elements", num_elements);
+  const nccl::DataType type = data_type(dtype);
+  if (num_elements == 0) return check_usable("all_reduce");
+  enqueue({{"ncclAllReduce", [=](const nccl::Functions& call, nccl::Comm comm) {
+              return call.ncclAllReduce(send, recv, size(num_elements), type, nccl::kSum, comm,
+                                        stream);
+            }}});
+}
+
+void NcclCollectives::reduce_scatter(const void* send, void* recv, DType dtype,
+                                     std::int64_t num_elements, void* stream) {
+  check_sizes("num_elements", num_elements);
+  const nccl::DataType type = data_type(dtype);
+  if (num_elements == 0) return check_usable("reduce_scatter");
+  enqueue({{"ncclReduceScatter", [=](const nccl::Functions& call, nccl::Comm comm) {
+              return call.ncclReduceScatter(send, recv, size(num_elements), type, nccl::kSum, comm,
+                                            stream);
+            }}});
+}
+
+}  // namespace fanfold::gpu

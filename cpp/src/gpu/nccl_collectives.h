@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Collectives on GPU memory over NCCL.
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "comm/device_collectives.h"
+#include "comm/group.h"
+#include "gpu/device_context.h"
+#include "gpu/nccl.h"
+#include "gpu/nccl_library.h"
+
+namespace fanfold::gpu {
+
+/// One rank's communicator of NCCL: its own, which never blocks, or the caller's.
+///
+/// Calls of a group are kept until `end_group`, so that NCCL is never left with a group open and
+/// `abort` may come at any time. `mutex_` is held for single calls of NCCL only; those of a
+/// communicator that does not block return at once.
+class NcclCollectives final : public comm::DeviceCollectives {
+ public:
+  /// What all ranks have agreed on. Borrows the group.
+  struct Setup {
+    comm::Group* group;
+    std::shared_ptr<const NcclLibrary> library;
+    std::shared_ptr<const DeviceContext> context;
+    NcclOptions options;
+    std::chrono::nanoseconds call_timeout;
+  };
+
+  /// Not connected yet: `connect` does that.
+  explicit NcclCollectives(Setup setup);
+  /// Aborts its own communicator unless it is closed.
+  ~NcclCollectives() override;
+
+  /// Collective, over the group: with the caller's handle, by a new unique id, or out of `parent`
+  /// without the ranks `lost`.
+  void connect(base::Deadline deadline);
+  void connect_survivors(NcclCollectives& parent, const std::vector<int>& lost,
+                         base::Deadline deadline);
+
+  int rank() const noexcept override { return setup_.group->rank(); }
+  int num_ranks() const noexcept override { return setup_.group->num_ranks(); }
+  int device() const noexcept override { return setup_.context->device(); }
+  const Setup& setup() const noexcept { return setup_; }
+  bool is_adopted() const noexcept { return setup_.options.handle != nullptr; }
+  /// Calls `call(functions, comm)` where the device is current, and waits until NCCL is done with
+  /// it; `name` is NCCL's. For parts of the library that use the communicator in other ways.
+  void run(const char* name,
+           const std::function<nccl::Result(const nccl::Functions&, nccl::Comm)>& call);
+
+  void begin_group() override;
+  void end_group() override;
+  void all_gather(const void* send, void* recv, std::int64_t bytes, void* stream) override;
+  void all_to_all(const void* send, void* recv, std::int64_t bytes, void* stream) override;
+  void all_to_all_v(const void* send, const std::vector<Span>& to, void* recv,
+                    const std::vector<Span>& from, void* stream) override;
+  void broadcast(void* data, std::int64_t bytes, int root, void* stream) override;
+  void all_reduce(const void* send, void* recv, DType dtype, std::int64_t num_elements,
+                  void* stream) override;
+  void reduce_scatter(const void* send, void* recv, DType dtype, std::int64_t num_elements,
+                      void* stream) override;
+  void check() override;
+  void abort() noexcept override;
+  void reset(base::Deadline deadline) override;
+  void close(base::Deadline deadline) override;
+
+ private:
+  using Call = std::function<nccl::Result(const nccl::Functions&, nccl::Comm)>;
+  struct Named {
+    const char* name;
+    Call call;
+  };
+
+  /// Makes a communicator of its own on all ranks, by `part`; or none on any.
+  void make(const std::string& step, base::Deadline deadline,
+            const std::function<void(base::Deadline)>& part);
+  void make_anew(base::Deadline deadline);
+  void make_out_of(NcclCollectives& parent, std::vector<int> lost, base::Deadline deadline);
+  void adopt();
+  /// Tells all ranks how `part` went on this one, and throws what went wrong on any.
+  std::vector<std::string> meet(const std::string& step, base::Deadline deadline,
+                                const std::function<std::string()>& part) const;
+  /// Into the open group, or at once.
+  void enqueue(std::vector<Named> calls);
+  void issue(const std::vector<Named>& calls);
+  /// Waits until NCCL has begun what was called. A peer's loss ends the wait, unless peers may have
+  /// left in good order. @throws what has failed.
+  void settle(const char* name, base::Deadline deadline, bool heeds_losses = true);
+  void check_usable(const char* name);
+  nccl::Result look(const char* name);
+  [[noreturn]] void fail(const char* name, nccl::Result result);
+  void check_peers(const char* name) const;
+  /// Remembers why calls fail from now on, unless something else was first.
+  void remember(const std::string& reason) noexcept;
+  std::string reason() const;
+  void drop() noexcept;
+  const nccl::Functions& functions() const noexcept { return setup_.library->functions(); }
+
+  Setup setup_;
+  std::mutex mutex_;  // guards comm_
+  nccl::Comm comm_ = nullptr;
+  mutable std::mutex reason_mutex_;  // guards reason_; may be taken within mutex_
+  std::string reason_;               // why calls fail; empty: they do not
+  bool is_closed_ = false;
+  int group_depth_ = 0;
+  std::vector<Named> group_calls_;
+};
+
+}  // namespace fanfold::gpu

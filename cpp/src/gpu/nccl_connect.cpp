@@ -1,0 +1,327 @@
+// SPDX-License-Identifier: Apache-2.0
+// How the ranks come to a communicator of NCCL, and how they leave it.
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <thread>
+#include <utility>
+
+#include "base/format.h"
+#include "comm/failure.h"
+#include "comm/rank_index.h"
+#include "fanfold/error.h"
+#include "gpu/nccl_collectives.h"
+
+namespace fanfold::gpu {
+namespace {
+
+using comm::Failure;
+
+/// What each rank says of itself before anything is made.
+struct Card {
+  std::int32_t version;
+  std::int32_t has_handle;
+};
+
+template <class Plain>
+std::string encode(const Plain& plain) {
+  return {reinterpret_cast<const char*>(&plain), sizeof plain};
+}
+
+template <class Plain>
+Plain decode(const std::string& bytes, std::size_t rank) {
+  Plain plain{};
+  if (bytes.size() != sizeof plain) {
+    throw InvalidArgument(base::str("NCCL: rank ", rank, ": expected ", sizeof plain,
+                                    " bytes, got ", bytes.size(), ": another version of Fanfold?"));
+  }
+  std::memcpy(&plain, bytes.data(), sizeof plain);
+  return plain;
+}
+
+Failure failure_here(int rank) {
+  Failure failure = Failure::current(rank);
+  const std::string prefix = base::str("rank ", rank, ": ");
+  const bool names_rank = failure.message.find(base::str("rank ", rank)) != std::string::npos;
+  if (!names_rank) failure.message = prefix + failure.message;
+  return failure;
+}
+
+/// Ranks that only waited for another say less than that one.
+bool is_consequence(const Failure& failure) {
+  return failure.kind == Failure::Kind::kPeerTimeout || failure.kind == Failure::Kind::kPeerLost;
+}
+
+/// `part` on all ranks; each hears how it went on the others, and throws what went wrong on any.
+std::vector<std::string> meet_on(comm::Group& group, const std::string& step,
+                                 base::Deadline deadline,
+                                 const std::function<std::string()>& part) {
+  comm::Parcel own;
+  try {
+    own.bytes = "+" + part();
+  } catch (...) {
+    own.bytes = "-" + failure_here(group.rank()).encode();
+  }
+  const std::vector<comm::Parcel> parcels =
+      group.exchange("NCCL: " + step, std::move(own), std::nullopt, deadline);
+  std::optional<Failure> first;
+  std::vector<std::string> all;
+  for (const comm::Parcel& parcel : parcels) {
+    if (parcel.bytes.empty() || parcel.bytes[0] == '+') {
+      all.push_back(parcel.bytes.empty() ? std::string() : parcel.bytes.substr(1));
+      continue;
+    }
+    Failure failure = Failure::decode(parcel.bytes.substr(1));
+    if (!first || (is_consequence(*first) && !is_consequence(failure))) first = std::move(failure);
+  }
+  if (first) first->raise();
+  return all;
+}
+
+/// Leaves the others time to hear of a failure.
+base::Deadline most_of(base::Deadline deadline) {
+  return base::Deadline(std::chrono::nanoseconds(deadline.remaining_ns() / 4 * 3));
+}
+
+nccl::Config config_of_own() {
+  nccl::Config config;
+  config.blocking = 0;
+  return config;
+}
+
+NcclSearch search_of(const NcclOptions& options) {
+  return {options.library, options.default_library, options.handle != nullptr};
+}
+
+void check_cards(const std::vector<std::string>& texts) {
+  const Card first = decode<Card>(texts[0], 0);
+  for (std::size_t rank = 1; rank < texts.size(); ++rank) {
+    const Card card = decode<Card>(texts[rank], rank);
+    if (card.has_handle != first.has_handle) {
+      throw InvalidArgument(base::str("handle: expected one on every rank or on none, got ",
+                                      first.has_handle ? "one" : "none", " on rank 0 and ",
+                                      card.has_handle ? "one" : "none", " on rank ", rank));
+    }
+    if (card.version != first.version) {
+      throw Unsupported(base::str("NCCL: expected the same version on every rank, got ",
+                                  nccl_version_text(first.version), " on rank 0 and ",
+                                  nccl_version_text(card.version), " on rank ", rank));
+    }
+  }
+}
+
+}  // namespace
+
+std::vector<std::string> NcclCollectives::meet(const std::string& step, base::Deadline deadline,
+                                               const std::function<std::string()>& part) const {
+  return meet_on(*setup_.group, step, deadline, part);
+}
+
+void NcclCollectives::connect(base::Deadline deadline) {
+  const std::vector<std::string> cards = meet("check", deadline, [&] {
+    if (is_adopted()) adopt();
+    return encode(Card{setup_.library->version(), is_adopted() ? 1 : 0});
+  });
+  check_cards(cards);
+  if (!is_adopted()) make_anew(deadline);
+}
+
+void NcclCollectives::adopt() {
+  const auto comm = static_cast<nccl::Comm>(setup_.options.handle);
+  struct Fact {
+    const char* what;
+    const char* name;
+    nccl::Pointer<nccl::Result(nccl::Comm, int*)> get;
+    int expected;
+  };
+  const nccl::Functions& call = functions();
+  for (const Fact& fact : {Fact{"ranks", "ncclCommCount", call.ncclCommCount, num_ranks()},
+                           Fact{"rank", "ncclCommUserRank", call.ncclCommUserRank, rank()},
+                           Fact{"device", "ncclCommCuDevice", call.ncclCommCuDevice, device()}}) {
+    int got = 0;
+    const nccl::Result result = fact.get(comm, &got);
+    if (result != nccl::kSuccess) {
+      throw InvalidArgument(base::str("handle: expected a communicator of NCCL, got ", fact.name,
+                                      ": ", setup_.library->describe(result, nullptr)));
+    }
+    if (got != fact.expected) {
+      throw InvalidArgument(base::str("handle: expected a communicator with ", fact.what, " ",
+                                      fact.expected, ", got ", got));
+    }
+  }
+  comm_ = comm;
+}
+
+void NcclCollectives::make(const std::string& step, base::Deadline deadline,
+                           const std::function<void(base::Deadline)>& part) {
+  {
+    const std::lock_guard<std::mutex> lock(reason_mutex_);
+    reason_.clear();
+  }
+  try {
+    (void)meet(step, deadline, [&] {
+      part(most_of(deadline));
+      return std::string();
+    });
+  } catch (const std::exception& error) {
+    remember(error.what());
+    drop();
+    throw;
+  }
+}
+
+void NcclCollectives::make_anew(base::Deadline deadline) {
+  const std::vector<std::string> ids = meet("unique id", deadline, [&] {
+    if (rank() != 0) return std::string();
+    nccl::UniqueId id{};
+    const nccl::Result result = functions().ncclGetUniqueId(&id);
+    if (result != nccl::kSuccess) fail("ncclGetUniqueId", result);
+    return encode(id);
+  });
+  const auto id = decode<nccl::UniqueId>(ids[0], 0);
+  make("ncclCommInitRankConfig", deadline, [&](base::Deadline most) {
+    nccl::Config config = config_of_own();
+    nccl::Result result = nccl::kSuccess;
+    {
+      const DeviceContext::Current current(*setup_.context);
+      const std::lock_guard<std::mutex> lock(mutex_);
+      result = functions().ncclCommInitRankConfig(&comm_, num_ranks(), id, rank(), &config);
+    }
+    if (result != nccl::kSuccess && result != nccl::kInProgress) {
+      fail("ncclCommInitRankConfig", result);
+    }
+    settle("ncclCommInitRankConfig", most);
+  });
+}
+
+void NcclCollectives::connect_survivors(NcclCollectives& parent, const std::vector<int>& lost,
+                                        base::Deadline deadline) {
+  bool all_can = true;
+  for (const std::string& can : meet("shrink", deadline, [&] {
+         const std::lock_guard<std::mutex> lock(parent.mutex_);
+         const bool is_there = parent.comm_ != nullptr && !parent.is_closed_;
+         return std::string(is_there && setup_.library->has(NcclFeature::kShrink) ? "1" : "0");
+       })) {
+    all_can = all_can && can == "1";
+  }
+  if (all_can) {
+    make_out_of(parent, lost, deadline);
+  } else {
+    make_anew(deadline);
+  }
+}
+
+void NcclCollectives::make_out_of(NcclCollectives& parent, std::vector<int> lost,
+                                  base::Deadline deadline) {
+  std::sort(lost.begin(), lost.end());  // as NCCL wants it
+  make("ncclCommShrink", deadline, [&](base::Deadline most) {
+    nccl::Config config = config_of_own();
+    nccl::Comm child = nullptr;
+    nccl::Result result = nccl::kSuccess;
+    {
+      const DeviceContext::Current current(*setup_.context);
+      const std::lock_guard<std::mutex> lock(parent.mutex_);
+      result =
+          functions().ncclCommShrink(parent.comm_, lost.data(), static_cast<int>(lost.size()),
+                                     &child, &config, parent.is_adopted() ? 0 : nccl::kShrinkAbort);
+    }
+    if (result != nccl::kSuccess && result != nccl::kInProgress) {
+      parent.fail("ncclCommShrink", result);
+    }
+    // NCCL gives the child when it is done on the old one, perhaps from a thread of its own.
+    while (__atomic_load_n(&child, __ATOMIC_ACQUIRE) == nullptr) {
+      const nccl::Result state = parent.look("ncclCommShrink");
+      if (state != nccl::kSuccess && state != nccl::kInProgress) {
+        parent.fail("ncclCommShrink", state);
+      }
+      if (most.passed()) throw PeerTimeout("NCCL, ncclCommShrink: not done in time", -1);
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      comm_ = child;
+    }
+    settle("ncclCommShrink", most);
+  });
+  parent.remember("its communicator was shrunk");
+  if (!parent.is_adopted()) parent.drop();
+}
+
+void NcclCollectives::reset(base::Deadline deadline) {
+  if (is_closed_) throw InvalidState("reset: the communicator is closed");
+  group_calls_.clear();
+  group_depth_ = 0;
+  (void)meet("reset", deadline, [&] {
+    if (is_adopted()) {
+      std::string failed = reason();
+      const nccl::Result state = look("reset");
+      if (failed.empty() && state != nccl::kSuccess && state != nccl::kInProgress) {
+        failed = setup_.library->describe(state, comm_);
+      }
+      if (!failed.empty()) {
+        throw Unsupported(base::str(
+            "reset: expected a communicator that this library made, got the caller's, which has "
+            "failed (",
+            failed, "); make a new one and adopt that"));
+      }
+    }
+    return std::string();
+  });
+  if (is_adopted()) return;
+  remember("a reset is under way");
+  drop();
+  make_anew(deadline);
+}
+
+void NcclCollectives::close(base::Deadline deadline) {
+  if (is_closed_) return;
+  is_closed_ = true;
+  if (is_adopted() || !reason().empty()) return drop();
+  try {
+    nccl::Result result = nccl::kSuccess;
+    {
+      const DeviceContext::Current current(*setup_.context);
+      const std::lock_guard<std::mutex> lock(mutex_);
+      result = functions().ncclCommFinalize(comm_);
+    }
+    if (result != nccl::kSuccess && result != nccl::kInProgress) fail("ncclCommFinalize", result);
+    settle("ncclCommFinalize", deadline, /*heeds_losses=*/false);
+    const DeviceContext::Current current(*setup_.context);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    (void)functions().ncclCommDestroy(std::exchange(comm_, nullptr));
+  } catch (...) {
+    drop();
+    throw;
+  }
+}
+
+// --- What the rest of the library calls -------------------------------------------------------
+
+std::unique_ptr<comm::DeviceCollectives> make_nccl_collectives(
+    comm::Group& group, const NcclOptions& options, std::chrono::nanoseconds call_timeout,
+    base::Deadline deadline) {
+  NcclCollectives::Setup setup{&group, nullptr, nullptr, options, call_timeout};
+  (void)meet_on(group, "library and device", deadline, [&] {
+    setup.library = NcclLibrary::open(search_of(options));
+    setup.context = std::make_shared<const DeviceContext>(options.device_index);
+    return std::string();
+  });
+  auto collectives = std::make_unique<NcclCollectives>(std::move(setup));
+  collectives->connect(deadline);
+  return collectives;
+}
+
+std::unique_ptr<comm::DeviceCollectives> shrink_nccl_collectives(
+    comm::DeviceCollectives& old, const std::vector<int>& lost, comm::Group& group,
+    std::chrono::nanoseconds call_timeout, base::Deadline deadline) {
+  auto& parent = static_cast<NcclCollectives&>(old);
+  NcclCollectives::Setup setup = parent.setup();
+  setup.group = &group;
+  setup.call_timeout = call_timeout;
+  setup.options.handle = nullptr;  // the new one is ours
+  auto collectives = std::make_unique<NcclCollectives>(std::move(setup));
+  collectives->connect_survivors(parent, lost, deadline);
+  return collectives;
+}
+
+}  // namespace fanfold::gpu
