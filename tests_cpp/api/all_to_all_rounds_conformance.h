@@ -215,6 +215,8 @@ TEST_P(RoundsConformance, NewPayloadsFollowAnEarlierRouting) {
 }
 
 TEST_P(RoundsConformance, GapsBetweenRowsAreNeverWritten) {
+  const bool travels_whole = GetParam().num_gpus > 0 && GetParam().strategy == Strategy::kBatched;
+  if (travels_whole && !is_per_expert(GetParam().layout)) return;  // gaps included
   AllToAllConfig guarded = config();
   guarded.test_knobs.row_guard_bytes = 64;
   static constexpr std::byte kPattern{0x5a};

@@ -57,13 +57,9 @@ std::vector<ConformanceCase> all_cases() {
       on_gpus(Strategy::kOneSided, Layout::kExpertMajor, Weighting::kApplied, 2, 1),
       on_gpus(Strategy::kOneSided, Layout::kExpertMajor, Weighting::kOrigin, 2, 2),
       on_gpus(Strategy::kLowLatency, Layout::kExpertMajor, Weighting::kCarried, 3, 1),
-      collective(Strategy::kBatched, Layout::kExpertMajor, Weighting::kOrigin, 3),
       collective(Strategy::kBatched, Layout::kRankMajor, Weighting::kApplied, 2),
-      collective(Strategy::kGatherScatter, Layout::kRankMajor, Weighting::kApplied, 3),
-      collective(Strategy::kGatherScatter, Layout::kExpertMajor, Weighting::kCarried, 2),
+      collective(Strategy::kGatherScatter, Layout::kExpertMajor, Weighting::kCarried, 3),
       collective(Strategy::kBroadcast, Layout::kRankMajor, Weighting::kApplied, 2),
-      collective(Strategy::kBroadcast, Layout::kExpertMajor, Weighting::kOrigin, 3),
-      collective(Strategy::kGatherScatter, Layout::kRankMajor, Weighting::kApplied, 1),
   };
 }
 
