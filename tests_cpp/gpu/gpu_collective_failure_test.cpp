@@ -110,13 +110,12 @@ TEST_P(GpuCollectiveFailureTest, CallsThatDifferAreToldOnBothSides) {
     communicator.barrier();
     all_to_all.reset();
     {
-      RoundRun round(all_to_all, plan_of(own, 2, 4));
-      if (communicator.rank() == 1) round.inputs.round_max_tokens = 4;
-      if (communicator.rank() == 0) round.inputs.round_max_tokens = 5;
-      if (communicator.rank() == 0) {
-        expect_error<InvalidArgument>({"round_max_tokens"},
-                                      [&] { (void)all_to_all.dispatch(round.inputs); });
-      }
+      RoundRun round(all_to_all, testing::make_round(own, 2, testing::RoutingKind::kUniform, 2, 4));
+      if (communicator.rank() == 1) round.inputs.round_max_tokens = 3;
+      round.inputs.timeout = 300ms;
+      const Received received = all_to_all.dispatch(round.inputs);
+      expect_error<InvalidArgument>({"differs between ranks: round_max_tokens: rank " + me},
+                                    [&] { (void)received.host_counts(); });
     }
     recover(communicator, all_to_all);
   });
@@ -218,7 +217,6 @@ TEST_P(GpuCollectiveFailureTest, ARankThatLeavesIsToldApartFromALateOne) {
       communicator.barrier();
       return;
     }
-    all_to_all->reset();
     communicator.barrier();
     RoundRun round(*all_to_all, plan_of(own, 2, 4));
     const auto start = std::chrono::steady_clock::now();

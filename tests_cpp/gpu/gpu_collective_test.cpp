@@ -61,26 +61,24 @@ void run_rounds(AllToAll& all_to_all, std::uint64_t seed) {
 }
 
 TEST_P(GpuCollectiveTest, NoScheduleOrStaleLoadSpoilsARound) {
-  for (const std::uint64_t seed : {1U, 2U}) {
-    cudasim::Config devices = testing::devices_for(3, 3);
-    devices.seed = seed;
-    devices.shuffle_blocks = true;
-    devices.stale = seed == 1 ? 0.0 : 0.3;
-    devices.preempt = seed == 1 ? 0.02 : 0.0;
-    devices.resident_blocks = 2 + static_cast<int>(seed);
-    const testing::GpuRanks gpus(devices);
-    spawn_nccl_ranks(3, 3, [&](Communicator& communicator) {
-      AllToAllConfig own = of_rank(config(), communicator);
-      own.max_in_flight = 2;
-      own.weighting = is_per_expert(own.layout)
-                          ? (seed == 1 ? Weighting::kOrigin : Weighting::kCarried)
-                          : Weighting::kApplied;
-      AllToAll all_to_all(communicator, own);
-      run_rounds(all_to_all, seed);
-      all_to_all.close();
-    });
-    if (HasFailure()) return;
-  }
+  const bool is_stale = is_per_expert(config().layout);  // half of the cases each
+  cudasim::Config devices = testing::devices_for(3, 3);
+  devices.seed = is_stale ? 2 : 1;
+  devices.shuffle_blocks = true;
+  devices.stale = is_stale ? 0.3 : 0.0;
+  devices.preempt = is_stale ? 0.0 : 0.02;
+  devices.resident_blocks = 3;
+  const testing::GpuRanks gpus(devices);
+  spawn_nccl_ranks(3, 3, [&](Communicator& communicator) {
+    AllToAllConfig own = of_rank(config(), communicator);
+    own.max_in_flight = 2;
+    if (is_per_expert(own.layout)) {
+      own.weighting = own.strategy == Strategy::kBatched ? Weighting::kCarried : Weighting::kOrigin;
+    }
+    AllToAll all_to_all(communicator, own);
+    run_rounds(all_to_all, devices.seed);
+    all_to_all.close();
+  });
 }
 
 TEST_P(GpuCollectiveTest, ACapturedRoundReplaysWithOtherTokensAndTokenCounts) {
@@ -92,7 +90,7 @@ TEST_P(GpuCollectiveTest, ACapturedRoundReplaysWithOtherTokensAndTokenCounts) {
     GraphedRound small(all_to_all, 2, 2);
     round.capture();
     small.capture();
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < 6; ++i) {
       GraphedRound& next = i % 3 == 1 ? small : round;
       next.fill((i * 3 + communicator.rank()) % (i % 3 == 1 ? 3 : 5),
                 static_cast<std::uint64_t>(i));
@@ -104,8 +102,9 @@ TEST_P(GpuCollectiveTest, ACapturedRoundReplaysWithOtherTokensAndTokenCounts) {
       between.dispatch();
       between.combine();
     }
-    communicator.barrier();
+    communicator.barrier();  // `check` below tells of peers that have left
     all_to_all.check();
+    communicator.barrier();
     all_to_all.close();
   });
 }
@@ -119,11 +118,11 @@ TEST_P(GpuCollectiveTest, ManyTokensManyExpertsAndOddRowsGoThroughManyBlocks) {
     AllToAllConfig own = of_rank(config(), communicator);
     own.num_experts = 150;
     own.top_k = 128;
-    own.max_tokens_per_rank = 70;
+    own.max_tokens_per_rank = 40;
     own.hidden = 3;
     own.extra_bytes_per_token = 1;
     AllToAll all_to_all(communicator, own);
-    RoundRun round(all_to_all, testing::make_round(own, 2, RoutingKind::kUneven, 70, 5));
+    RoundRun round(all_to_all, testing::make_round(own, 2, RoutingKind::kUneven, 40, 5));
     round.dispatch();
     round.combine();
     all_to_all.close();
@@ -197,7 +196,7 @@ TEST(GpuCollectiveChoiceTest, TheRecordSaysWhatAGpuHas) {
       EXPECT_FALSE(record.two_phase);
       EXPECT_FALSE(record.rank_mask);
       EXPECT_THAT(record.native_layouts, ::testing::ElementsAre(Layout::kRankMajor));
-      EXPECT_EQ(all_to_all.metainfo().value("symmetric_bytes"), 0);
+      EXPECT_EQ(all_to_all.metainfo().at("symmetric_bytes"), 0);
       expect_error<Unsupported>({"has no two phases"}, [&] {
         RoundRun round(all_to_all, testing::plan_of(all_to_all.config(), 1));
         round.dispatch_send();

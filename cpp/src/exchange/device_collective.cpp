@@ -249,7 +249,10 @@ void DeviceCollective::throw_if_stuck() const {
 }
 
 void DeviceCollective::give_up(std::exception_ptr failure) const noexcept {
-  if (failure_ == nullptr) failure_ = std::move(failure);
+  if (failure_ == nullptr) {
+    failure_ = std::move(failure);
+    is_told_by_kernels_ = DeviceExchange::kernels_have_failed();
+  }
   collectives_->abort();
 }
 
@@ -275,7 +278,12 @@ bool DeviceCollective::kernels_have_failed() const noexcept {
 
 void DeviceCollective::throw_if_kernels_failed() {
   look();
-  rethrow_failure();
+  bool are_kernels_first = false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    are_kernels_first = is_told_by_kernels_;
+  }
+  if (!are_kernels_first) rethrow_failure();
   DeviceExchange::throw_if_kernels_failed();
 }
 
@@ -351,6 +359,7 @@ std::uint64_t DeviceCollective::reset(std::uint64_t max_epoch, base::Deadline de
   const std::lock_guard<std::mutex> lock(mutex_);
   for (Pending& each : pending_) each.is_set = false;
   failure_ = nullptr;
+  is_told_by_kernels_ = false;
   lost_since_ = 0;
   has_graphs_ = false;
   return epoch;

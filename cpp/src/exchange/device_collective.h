@@ -102,8 +102,9 @@ class DeviceCollective final : public DeviceExchange {
   mutable std::mutex mutex_;              // guards all below
   mutable std::vector<Pending> pending_;  // [F * kNumPending]
   mutable std::int64_t lost_since_ = 0;
-  mutable std::exception_ptr failure_;  // why the collectives were aborted
-  bool has_graphs_ = false;             // whose collectives no event tells of
+  mutable std::exception_ptr failure_;       // why the collectives were aborted
+  mutable bool is_told_by_kernels_ = false;  // kernels had reported before: that is why
+  bool has_graphs_ = false;                  // whose collectives no event tells of
 };
 
 }  // namespace fanfold::exchange
