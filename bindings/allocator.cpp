@@ -179,7 +179,8 @@ Args:
     device: "cpu" for host memory; "cuda:1", a torch.device, or "cuda" (torch's current device, else
         0) for memory of this rank's GPU, which makes creation collective.
     kinds: how ranks may come to each other's GPU memory, in the order in which to try: "fabric"
-        (an NVLink domain), "file_descriptor" (one machine), "same_process" (threads). Empty: all.
+        (an NVLink domain), "file_descriptor" (one machine), "same_process" (threads). Empty: all of
+        these. Or alone "nccl": memory of NCCL 2.29 or later, on a communicator of from_nccl.
     timeout_s: deadline of a collective creation in seconds.
 
 Raises:

@@ -9,6 +9,7 @@
 
 #include "bind.h"
 #include "convert.h"
+#include "device_collectives.h"
 
 namespace fanfold::python {
 namespace {
@@ -110,12 +111,13 @@ void bind_creation(nb::class_<Communicator>& c) {
 template <class... Extra, class Method>
 auto send_recv(Method method) {
   return [method](Communicator& self, nb::object send, nb::object recv, const Extra&... extra,
-                  Seconds timeout_s) {
-    Arguments args;
+                  Seconds timeout_s, nb::object stream) {
+    CollectiveArguments args(self);
     const TensorView from = args.view(send, "send");
     const TensorView to = args.output(recv, "recv");
+    const std::optional<void*> on = args.stream(stream, recv);
     const nogil released;
-    (self.*method)(from, to, extra..., to_timeout(timeout_s));
+    (self.*method)(from, to, extra..., to_timeout(timeout_s), on);
   };
 }
 
@@ -129,34 +131,38 @@ void bind_collectives(nb::class_<Communicator>& c) {
        nb::kw_only(), "timeout_s"_a = nb::none(), "Returns when every rank has called it.")
       .def("all_gather_v", send_recv<Counts>(&Communicator::all_gather_v), "send"_a.none(),
            "recv"_a.none(), "counts"_a, nb::kw_only(), "timeout_s"_a = nb::none(),
+           "stream"_a = nb::none(),
            "recv [sum(counts), ...] = send [counts[r], ...] of every rank r, in rank order.")
       .def(
           "reduce_scatter_v", send_recv<Counts>(&Communicator::reduce_scatter_v), "send"_a.none(),
           "recv"_a.none(), "counts"_a, nb::kw_only(), "timeout_s"_a = nb::none(),
+          "stream"_a = nb::none(),
           "recv [counts[rank], ...] = this rank's rows of the sum of all send [sum(counts), ...].\n"
           "float32, float16, bfloat16, int32 or int64; floats are added in float32, ranks "
           "ascending.")
       .def("all_to_all", send_recv<>(&Communicator::all_to_all), "send"_a.none(), "recv"_a.none(),
-           nb::kw_only(), "timeout_s"_a = nb::none(),
+           nb::kw_only(), "timeout_s"_a = nb::none(), "stream"_a = nb::none(),
            "Block r of send [num_ranks * n, ...] goes to rank r; recv likewise.")
       .def("all_to_all_v", send_recv<Counts, Counts>(&Communicator::all_to_all_v), "send"_a.none(),
            "recv"_a.none(), "send_counts"_a, "recv_counts"_a, nb::kw_only(),
-           "timeout_s"_a = nb::none(),
+           "timeout_s"_a = nb::none(), "stream"_a = nb::none(),
            "send_counts[r] rows go to rank r, recv_counts[r] come from it; a difference between "
            "what\n"
            "one rank sends and the other expects is InvalidArgument on every rank.")
       .def(
           "broadcast",
-          [](Communicator& self, nb::object tensor, int root, Seconds timeout_s) {
-            Arguments args;
+          [](Communicator& self, nb::object tensor, int root, Seconds timeout_s,
+             nb::object stream) {
+            CollectiveArguments args(self);
             const TensorView view = args.output(tensor, "tensor");
+            const std::optional<void*> on = args.stream(stream, tensor);
             const nogil released;
-            self.broadcast(view, root, to_timeout(timeout_s));
+            self.broadcast(view, root, to_timeout(timeout_s), on);
           },
           "tensor"_a.none(), "root"_a, nb::kw_only(), "timeout_s"_a = nb::none(),
-          "Every rank's tensor becomes the root's.")
+          "stream"_a = nb::none(), "Every rank's tensor becomes the root's.")
       .def("all_reduce", send_recv<>(&Communicator::all_reduce), "send"_a.none(), "recv"_a.none(),
-           nb::kw_only(), "timeout_s"_a = nb::none(),
+           nb::kw_only(), "timeout_s"_a = nb::none(), "stream"_a = nb::none(),
            "recv = sum of all send; may be the same tensor. Types as reduce_scatter_v.")
       .def(
           "all_gather_bytes",
@@ -186,9 +192,10 @@ void bind_communicator(nb::module_& m) {
                              "reset() on every rank; after PeerLost the group is broken.");
   bind_creation(c);
   bind_collectives(c);
+  bind_nccl(c);
   c.def_prop_ro("rank", &Communicator::rank)
       .def_prop_ro("num_ranks", &Communicator::num_ranks)
-      .def_prop_ro("kind", &Communicator::kind, "\"threads\" or \"processes\".")
+      .def_prop_ro("kind", &Communicator::kind, "\"threads\", \"processes\" or \"nccl\".")
       .def_prop_ro("is_closed", &Communicator::is_closed)
       .def(
           "split",

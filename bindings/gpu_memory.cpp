@@ -23,14 +23,15 @@ struct NamedKind {
 };
 constexpr NamedKind kKinds[] = {{"fabric", HandleKind::kFabric},
                                 {"file_descriptor", HandleKind::kFileDescriptor},
-                                {"same_process", HandleKind::kSameProcess}};
+                                {"same_process", HandleKind::kSameProcess},
+                                {"nccl", HandleKind::kNccl}};
 
 HandleKind to_kind(const std::string& name) {
   for (const NamedKind& named : kKinds) {
     if (name == named.name) return named.kind;
   }
-  throw InvalidArgument("kinds: expected fabric, file_descriptor or same_process, got '" + name +
-                        "'");
+  throw InvalidArgument("kinds: expected fabric, file_descriptor, same_process or nccl, got '" +
+                        name + "'");
 }
 
 std::optional<std::string> name_of_kind(const AllocatorMemory& memory) {
@@ -144,7 +145,7 @@ void bind_gpu_memory(nb::module_& m) {
               "Whether the host may read and write it.")
       .def_prop_ro("kind", &name_of_kind,
                    "How the ranks share GPU memory, once a block was made: \"fabric\",\n"
-                   "\"file_descriptor\" or \"same_process\".")
+                   "\"file_descriptor\", \"same_process\" or \"nccl\".")
       .def_ro("passed_over", &AllocatorMemory::passed_over,
               "Why the kinds before it did not work: a sentence each, with rank and step.");
   bind_fabric_memory(m);

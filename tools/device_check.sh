@@ -62,6 +62,25 @@ done
 step rounds-by-expert 30 "$program" rounds ranks=8 tokens=64 hidden=7168 layout=expert_major rounds=20
 step graph 30 "$program" rounds ranks=8 tokens=64 hidden=7168 graph=1 rounds=50
 step graph-by-expert 30 "$program" rounds ranks=4 tokens=33 hidden=1344 layout=expert_major graph=1 rounds=50
+# NCCL: one rank, then several on this GPU, which NCCL has from 2.30 on and calls experimental: its
+# refusal is printed, and is no failure.
+nccl=$(python3 - 2>/dev/null <<'PYTHON'
+import importlib.util, pathlib
+for folder in importlib.util.find_spec("nvidia.nccl").submodule_search_locations:
+    print(pathlib.Path(folder) / "lib" / "libnccl.so.2")
+PYTHON
+)
+if "$program" nccl ranks=1 tokens=1 hidden=1 "library=$nccl" 2>&1 | grep -q 'expected libnccl'; then
+  echo "NCCL: not installed, left out" | tee -a "$out/summary.txt"
+else
+  step nccl-1 40 "$program" nccl ranks=1 tokens=64 hidden=7168 "library=$nccl"
+  for ranks in 2 4; do
+    before=$status
+    NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS=8 step "nccl-$ranks" 60 "$program" nccl ranks=$ranks \
+      tokens=64 hidden=7168 "library=$nccl"
+    status=$before
+  done
+fi
 if command -v compute-sanitizer >/dev/null; then
   for tool in memcheck racecheck; do
     step "$tool" 40 compute-sanitizer --tool "$tool" --error-exitcode 1 "$program" rounds ranks=2 \
@@ -86,6 +105,7 @@ fi
 
 echo
 grep -hs '^flashinfer:' "$out"/flashinfer-*.txt
+grep -hs '^nccl:' "$out"/nccl-*.txt
 grep -h '^bench:' "$out"/bench-*.txt
 cat "$out/summary.txt"
 exit "$status"

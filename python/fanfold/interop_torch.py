@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from fanfold import _core
-from fanfold.errors import InvalidArgument, InvalidState
+from fanfold.errors import InvalidArgument, InvalidState, Unsupported
 
 
 def torch_module() -> Any:
@@ -55,6 +55,49 @@ def from_torch(group: Any = None, *, timeout_s: float = 60.0) -> _core.Communica
         barrier=barrier,
         timeout_s=timeout_s,
     )
+
+
+def nccl_handle(group: Any = None, device: Any = "cuda") -> int:
+    """Return the address of the ncclComm_t of a torch.distributed group, which stays torch's.
+
+    For ``Communicator.from_nccl(..., handle=)``. torch makes it in the group's first collective on
+    the device, or at once if ``init_process_group`` was given a ``device_id``.
+
+    Args:
+        group: a group with the NCCL backend; None means the default group.
+        device: "cuda:1" or a torch.device.
+
+    Raises:
+        InvalidState: torch.distributed is not initialised, or NCCL's communicator not made yet.
+        Unsupported: this torch does not tell it, or the group has no NCCL backend.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        raise InvalidState(
+            "nccl_handle: torch.distributed is not initialised; call init_process_group first"
+        )
+    chosen = dist.group.WORLD if group is None else group
+    try:
+        backend: Any = chosen._get_backend(torch.device(device))
+    except RuntimeError as error:
+        raise Unsupported(
+            f"nccl_handle: expected a group with the NCCL backend: {error}"
+        ) from error
+    comm_ptr = getattr(backend, "_comm_ptr", None)
+    if comm_ptr is None:
+        raise Unsupported(
+            f"nccl_handle: expected a backend that tells its communicator, got "
+            f"{type(backend).__name__} of torch {torch.__version__}"
+        )
+    handle = int(comm_ptr())
+    if handle == 0:
+        raise InvalidState(
+            "nccl_handle: torch has not made the communicator yet; run a collective on the group "
+            "first, or give init_process_group a device_id"
+        )
+    return handle
 
 
 class CudaTensors:

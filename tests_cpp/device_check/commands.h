@@ -22,12 +22,15 @@ struct Options {
   bool graph = false;  // rounds: captured once and replayed
   int timeout_ms = 2000;
   std::uint64_t seed = 1;
+  std::string library;  // nccl: its file; empty: the process's or the system's
 };
 
 /// The device, how memory is shared, and whether as many streams run at once as there are ranks.
 bool probe(const Options& options);
 /// Random rounds, whose results must equal those of the CPU bit for bit.
 bool rounds(const Options& options);
+/// Every collective over NCCL, also in a graph, with `tokens` times `hidden` numbers for each rank.
+bool nccl(const Options& options);
 /// Times of a phase and of a round, beside a copy of the same bytes.
 bool bench(const Options& options);
 

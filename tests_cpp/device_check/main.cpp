@@ -17,9 +17,9 @@ namespace fanfold::device_check {
 namespace {
 
 constexpr const char* kUsage =
-    "Usage: device_check probe|rounds|bench [NAME=VALUE]...\n"
+    "Usage: device_check probe|rounds|bench|nccl [NAME=VALUE]...\n"
     "  ranks tokens hidden top_k experts rounds timeout_ms seed: numbers\n"
-    "  layout: rank_major or expert_major     graph: 0 or 1\n";
+    "  layout: rank_major or expert_major     graph: 0 or 1     library: NCCL's file\n";
 
 Options parse(int count, char** arguments) {
   Options options;
@@ -33,6 +33,7 @@ Options parse(int count, char** arguments) {
       {"timeout_ms", [&](const std::string& text) { options.timeout_ms = std::stoi(text); }},
       {"seed", [&](const std::string& text) { options.seed = std::stoull(text); }},
       {"layout", [&](const std::string& text) { options.layout = layout_from_name(text); }},
+      {"library", [&](const std::string& text) { options.library = text; }},
       {"graph", [&](const std::string& text) { options.graph = std::stoi(text) != 0; }},
   };
   for (int i = 0; i < count; ++i) {
@@ -49,7 +50,7 @@ Options parse(int count, char** arguments) {
 
 int run(int count, char** arguments) {
   const std::map<std::string, bool (*)(const Options&)> commands = {
-      {"probe", &probe}, {"rounds", &rounds}, {"bench", &bench}};
+      {"probe", &probe}, {"rounds", &rounds}, {"bench", &bench}, {"nccl", &nccl}};
   const auto command = commands.find(count > 1 ? arguments[1] : "");
   if (command == commands.end()) {
     std::fputs(kUsage, stderr);

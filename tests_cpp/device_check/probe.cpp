@@ -29,6 +29,8 @@ const char* name_of(HandleKind kind) {
       return "file descriptors";
     case HandleKind::kSameProcess:
       return "no handles (one process)";
+    case HandleKind::kNccl:
+      return "memory of NCCL";
   }
   return "unknown";
 }

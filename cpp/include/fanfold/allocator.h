@@ -23,13 +23,14 @@ enum class HandleKind : std::uint8_t {
   kFabric,          ///< handles of an NVLink domain (groups are of one machine in this version)
   kFileDescriptor,  ///< descriptors, on one machine
   kSameProcess,     ///< none needed: ranks that are threads of one process, also several on one GPU
+  kNccl,  ///< memory of NCCL 2.29 or later, on a communicator of from_nccl; never taken unasked
 };
 
 /// GPU memory instead of the host's.
 struct FANFOLD_EXPORT GpuMemoryConfig {
   int device = 0;  ///< this rank's CUDA device; ranks may share one
   /// The kinds to try, in this order; the first that works on all ranks is taken. Equal on all
-  /// ranks. Empty: all.
+  /// ranks. Empty: all but kNccl, which must be the only one.
   std::vector<HandleKind> kinds;
 };
 

@@ -104,6 +104,8 @@ class FANFOLD_EXPORT Communicator {
   int num_ranks() const;
   /// "threads", "processes", "nccl", or the kind of the transport.
   std::string kind() const;
+  /// The CUDA device of a communicator that `from_nccl` made; nothing of others.
+  std::optional<int> device_index() const;
   /// The host of each rank: numbers from 0 in the order in which ranks first name them.
   std::vector<int> hosts() const;
   /// Whether every rank reaches the others' memory, which strategies one_sided, low_latency,

@@ -17,7 +17,8 @@ std::unique_ptr<memory::WindowSource> gpu_source(const Communicator& communicato
   const auto& impl = communicator.impl();
   if (impl == nullptr) throw InvalidState("allocator: the communicator was moved from");
   const Communicator::Impl::Call call(*impl, "Allocator");
-  return gpu::make_memory_source(impl->group(), gpu, impl->deadline(timeout));
+  return gpu::make_memory_source(impl->group(), impl->shared_device_collectives(), gpu,
+                                 impl->deadline(timeout));
 }
 
 }  // namespace

@@ -45,6 +45,11 @@ std::string Communicator::kind() const { return checked(impl_).kind(); }
 
 std::chrono::nanoseconds Communicator::timeout() const { return checked(impl_).timeout(); }
 
+std::optional<int> Communicator::device_index() const {
+  comm::DeviceCollectives* const device = checked(impl_).device_collectives();
+  return device == nullptr ? std::nullopt : std::optional<int>(device->device());
+}
+
 void Communicator::barrier(Timeout timeout) {
   Impl& impl = checked(impl_);
   const base::Deadline deadline = impl.deadline(timeout);

@@ -36,6 +36,10 @@ class Communicator::Impl {
   /// Collectives on GPU memory; null where the communicator has none. As `channel`, except that
   /// `close` ends but does not free them.
   comm::DeviceCollectives* device_collectives() noexcept { return device_.get(); }
+  /// For memory that outlives this; it borrows the group for nothing but calls.
+  const std::shared_ptr<comm::DeviceCollectives>& shared_device_collectives() const noexcept {
+    return device_;
+  }
   /// Before anybody else has this.
   void set_device_collectives(std::unique_ptr<comm::DeviceCollectives> device,
                               std::chrono::nanoseconds timeout) noexcept {
@@ -73,7 +77,7 @@ class Communicator::Impl {
   std::unique_ptr<comm::Group> group_;      // outlives the channel
   std::mutex channel_mutex_;                // guards the life of `channel_` against `abort`
   std::unique_ptr<comm::Channel> channel_;  // null once closed
-  std::unique_ptr<comm::DeviceCollectives> device_;
+  std::shared_ptr<comm::DeviceCollectives> device_;
   std::chrono::nanoseconds timeout_;
   std::atomic<bool> closed_{false};
   std::atomic<bool> is_running_{false};  // acquire and release by `Call`

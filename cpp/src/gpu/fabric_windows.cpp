@@ -28,6 +28,7 @@ CUmemAllocationHandleType handle_type(HandleKind kind) noexcept {
     case HandleKind::kFileDescriptor:
       return CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
     case HandleKind::kSameProcess:
+    case HandleKind::kNccl:
       return CU_MEM_HANDLE_TYPE_NONE;
   }
   return CU_MEM_HANDLE_TYPE_NONE;
@@ -341,6 +342,8 @@ const char* name_of(HandleKind kind) {
       return "file_descriptor";
     case HandleKind::kSameProcess:
       return "same_process";
+    case HandleKind::kNccl:
+      return "nccl";
   }
   return "";
 }

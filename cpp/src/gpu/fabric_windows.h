@@ -57,9 +57,9 @@ struct SharedWindows {
   std::vector<std::string> passed_over;
 };
 
-/// Makes zeroed windows of at least `bytes`. The first of `kinds` is taken whose every step works
-/// on all ranks: make the memory, export, import, map, give rights, write and read. Collective; a
-/// failure on one rank leaves nothing on any.
+/// Makes zeroed windows of at least `bytes`. Not for kNccl. The first of `kinds` is taken whose
+/// every step works on all ranks: make the memory, export, import, map, give rights, write and
+/// read. Collective; a failure on one rank leaves nothing on any.
 /// @throws Unsupported      no kind works; the text says why for each. With one kind: CudaFailure,
 ///         where the driver failed.
 /// @throws OutOfMemory      a rank's device has no room, or no machine has.
@@ -69,7 +69,7 @@ SharedWindows share_windows(comm::Group& group, const std::shared_ptr<const Devi
                             std::int64_t bytes, const std::vector<HandleKind>& kinds,
                             base::Deadline deadline);
 
-/// "fabric", "file_descriptor", "same_process".
+/// "fabric", "file_descriptor", "same_process", "nccl".
 const char* name_of(HandleKind kind);
 
 }  // namespace fanfold::gpu

@@ -12,6 +12,7 @@
 #include "fanfold/error.h"
 #include "gpu/device_context.h"
 #include "gpu/fabric_windows.h"
+#include "gpu/nccl_windows.h"
 #include "gpu/platform.h"
 
 namespace fanfold::gpu {
@@ -37,29 +38,50 @@ std::string list_of(const std::vector<HandleKind>& kinds) {
   return text;
 }
 
+/// The carrier of kNccl; null for other kinds.
+std::shared_ptr<NcclCollectives> nccl_for(const std::vector<HandleKind>& kinds, int device,
+                                          std::shared_ptr<comm::DeviceCollectives> collectives) {
+  if (std::find(kinds.begin(), kinds.end(), HandleKind::kNccl) == kinds.end()) return nullptr;
+  if (kinds.size() > 1) {
+    throw InvalidArgument(base::str("kinds: expected nccl alone, got ", list_of(kinds)));
+  }
+  if (collectives == nullptr) {
+    throw InvalidArgument(
+        "kinds: expected a communicator made by from_nccl for nccl, got one without NCCL");
+  }
+  if (collectives->device() != device) {
+    throw InvalidArgument(base::str("device: expected ", collectives->device(),
+                                    ", the communicator's, for kind nccl, got ", device));
+  }
+  // The only implementation that the library makes.
+  return std::static_pointer_cast<NcclCollectives>(std::move(collectives));
+}
+
 class GpuSource final : public memory::WindowSource {
  public:
   GpuSource(comm::Group& group, std::shared_ptr<const DeviceContext> context,
-            std::vector<HandleKind> kinds)
-      : group_(group), context_(std::move(context)), kinds_(std::move(kinds)) {
+            std::shared_ptr<NcclCollectives> nccl, std::vector<HandleKind> kinds)
+      : group_(group),
+        context_(std::move(context)),
+        nccl_(std::move(nccl)),
+        kinds_(std::move(kinds)) {
     memory_.device = DeviceType::kGpu;
     memory_.device_index = context_->device();
     memory_.is_host_accessible = kHostReachesDeviceMemory;
   }
 
   comm::Windows make_windows(std::int64_t bytes, base::Deadline deadline) override {
+    if (nccl_ != nullptr) {
+      memory_.kind = HandleKind::kNccl;
+      return as_windows(NcclWindows::make(group_, nccl_, bytes, deadline));
+    }
     SharedWindows shared = share_windows(group_, context_, bytes, kinds_, deadline);
     if (!memory_.kind) {
       memory_.kind = shared.kind;
       memory_.passed_over = std::move(shared.passed_over);
       kinds_ = {shared.kind};
     }
-    comm::Windows windows;
-    for (int rank = 0; rank < group_.num_ranks(); ++rank) {
-      const auto window = std::make_shared<Window>(shared.windows, rank);
-      windows.emplace_back(window, &window->mapping);
-    }
-    return windows;
+    return as_windows(shared.windows);
   }
 
   std::shared_ptr<std::byte> allocate_private(std::int64_t bytes) override {
@@ -81,31 +103,45 @@ class GpuSource final : public memory::WindowSource {
 
  private:
   /// One window, which keeps all of them mapped.
+  template <class AllWindows>
   struct Window {
-    Window(std::shared_ptr<FabricWindows> windows, int rank)
+    Window(std::shared_ptr<AllWindows> windows, int rank)
         : all(std::move(windows)), mapping(all->data(rank), all->bytes()) {}
-    std::shared_ptr<FabricWindows> all;
+    std::shared_ptr<AllWindows> all;
     base::Mapping mapping;
   };
 
+  template <class AllWindows>
+  comm::Windows as_windows(const std::shared_ptr<AllWindows>& all) const {
+    comm::Windows windows;
+    for (int rank = 0; rank < group_.num_ranks(); ++rank) {
+      const auto window = std::make_shared<Window<AllWindows>>(all, rank);
+      windows.emplace_back(window, &window->mapping);
+    }
+    return windows;
+  }
+
   comm::Group& group_;
   std::shared_ptr<const DeviceContext> context_;
+  std::shared_ptr<NcclCollectives> nccl_;  // only for kNccl
   std::vector<HandleKind> kinds_;
   AllocatorMemory memory_;
 };
 
 }  // namespace
 
-std::unique_ptr<memory::WindowSource> make_memory_source(comm::Group& group,
-                                                         const GpuMemoryConfig& config,
-                                                         base::Deadline deadline) {
+std::unique_ptr<memory::WindowSource> make_memory_source(
+    comm::Group& group, std::shared_ptr<comm::DeviceCollectives> device,
+    const GpuMemoryConfig& config, base::Deadline deadline) {
   std::optional<comm::Failure> failure;
   std::vector<HandleKind> kinds;
   std::shared_ptr<const DeviceContext> context;
+  std::shared_ptr<NcclCollectives> nccl;
   comm::Parcel own;
   try {
     kinds = kinds_of(config);
     own.bytes = list_of(kinds);
+    nccl = nccl_for(kinds, config.device, std::move(device));
     context = std::make_shared<const DeviceContext>(config.device);
   } catch (...) {
     failure = comm::Failure::current(group.rank());
@@ -119,7 +155,7 @@ std::unique_ptr<memory::WindowSource> make_memory_source(comm::Group& group,
     throw InvalidArgument(base::str("kinds: expected the same on every rank, got ", all[0].bytes,
                                     " on rank 0 and ", all[rank].bytes, " on rank ", rank));
   }
-  return std::make_unique<GpuSource>(group, std::move(context), std::move(kinds));
+  return std::make_unique<GpuSource>(group, std::move(context), std::move(nccl), std::move(kinds));
 }
 
 }  // namespace fanfold::gpu

@@ -186,6 +186,12 @@ void NcclCollectives::run(const char* name, const Call& call) {
   issue({{name, call}});
 }
 
+void NcclCollectives::release_window(nccl::Window window) noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (comm_ == nullptr || window == nullptr) return;
+  (void)functions().ncclCommWindowDeregister(comm_, window);
+}
+
 void NcclCollectives::begin_group() {
   check_usable("begin_group");
   ++group_depth_;

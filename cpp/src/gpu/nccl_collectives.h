@@ -55,6 +55,10 @@ class NcclCollectives final : public comm::DeviceCollectives {
   void run(const char* name,
            const std::function<nccl::Result(const nccl::Functions&, nccl::Comm)>& call);
 
+  /// Ends a window of the communicator, or nothing where the communicator has ended: it took its
+  /// windows along.
+  void release_window(nccl::Window window) noexcept;
+
   void begin_group() override;
   void end_group() override;
   void all_gather(const void* send, void* recv, std::int64_t bytes, void* stream) override;

@@ -209,6 +209,8 @@ void NcclCollectives::connect_survivors(NcclCollectives& parent, const std::vect
   } else {
     make_anew(deadline);
   }
+  parent.remember("its communicator was shrunk");
+  if (!parent.is_adopted()) parent.drop();
 }
 
 void NcclCollectives::make_out_of(NcclCollectives& parent, std::vector<int> lost,
@@ -243,8 +245,6 @@ void NcclCollectives::make_out_of(NcclCollectives& parent, std::vector<int> lost
     }
     settle("ncclCommShrink", most);
   });
-  parent.remember("its communicator was shrunk");
-  if (!parent.is_adopted()) parent.drop();
 }
 
 void NcclCollectives::reset(base::Deadline deadline) {

@@ -14,9 +14,9 @@ namespace {
 
 }  // namespace
 
-std::unique_ptr<memory::WindowSource> make_memory_source(comm::Group& /*group*/,
-                                                         const GpuMemoryConfig& /*config*/,
-                                                         base::Deadline /*deadline*/) {
+std::unique_ptr<memory::WindowSource> make_memory_source(
+    comm::Group& /*group*/, std::shared_ptr<comm::DeviceCollectives> /*device*/,
+    const GpuMemoryConfig& /*config*/, base::Deadline /*deadline*/) {
   refuse();
 }
 
