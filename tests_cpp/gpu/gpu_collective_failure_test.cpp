@@ -228,6 +228,47 @@ TEST_P(GpuCollectiveFailureTest, ARankThatLeavesIsToldApartFromALateOne) {
   });
 }
 
+/// As another library would make it.
+ncclComm_t make_handle(const ncclUniqueId& id, int num_ranks, int rank) {
+  testing::check_cuda(cudaSetDevice(rank), "cudaSetDevice");
+  ncclComm_t comm = nullptr;
+  EXPECT_EQ(FANFOLD_NCCL_DOUBLE_CALL(ncclCommInitRankConfig)(&comm, num_ranks, id, rank, nullptr),
+            ncclSuccess);
+  return comm;
+}
+
+TEST(GpuCollectiveHandleTest, WhatWaitsInACommunicatorOfTheCallersIsLeftToHim) {
+  const testing::GpuRanks gpus(2, 2);
+  ncclUniqueId id{};
+  ASSERT_EQ(FANFOLD_NCCL_DOUBLE_CALL(ncclGetUniqueId)(&id), ncclSuccess);
+  testing::spawn_ranks(2, [&](Communicator& bootstrap) {
+    NcclOptions options = testing::nccl_options(bootstrap.rank());
+    const ncclComm_t handle = make_handle(id, 2, bootstrap.rank());
+    options.handle = handle;
+    Communicator communicator = Communicator::from_nccl(bootstrap, options);
+    AllToAllConfig own = testing::gpu_config();
+    own.strategy = Strategy::kBatched;
+    AllToAll all_to_all(communicator, of_rank(own, communicator));
+    run_round(all_to_all, 1);
+    if (communicator.rank() == 0) {
+      RoundRun late(all_to_all, plan_of(all_to_all.config(), 2, 4));
+      late.inputs.timeout = 50ms;
+      const Received received = all_to_all.dispatch(late.inputs);
+      expect_error<PeerTimeout>({"dispatch of round 1: rank 1 did not arrive within 50 ms"},
+                                [&] { (void)received.host_counts(); });
+      EXPECT_EQ(cudaStreamQuery(static_cast<cudaStream_t>(late.stream())), cudaErrorNotReady);
+      EXPECT_EQ(FANFOLD_NCCL_DOUBLE_CALL(ncclCommAbort)(handle), ncclSuccess);
+      EXPECT_EQ(cudaStreamSynchronize(static_cast<cudaStream_t>(late.stream())), cudaSuccess);
+    }
+    communicator.barrier();
+    expect_error<Unsupported>({}, [&] { all_to_all.reset(); });
+    bootstrap.barrier();
+    if (communicator.rank() == 1) {
+      EXPECT_EQ(FANFOLD_NCCL_DOUBLE_CALL(ncclCommDestroy)(handle), ncclSuccess);
+    }
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(All, GpuCollectiveFailureTest,
                          ::testing::Values(Strategy::kBatched, Strategy::kGatherScatter,
                                            Strategy::kBroadcast),

@@ -141,10 +141,24 @@ FaultScenario long_tiles() {
   return s;
 }
 
+FaultScenario in_blocks() {
+  FaultScenario s = more_tokens();
+  s.name = "in_blocks";
+  s.strategy = Strategy::kBatched;
+  return s;
+}
+FaultScenario gathered() {
+  FaultScenario s = more_tokens();
+  s.name = "gathered";
+  s.strategy = Strategy::kGatherScatter;
+  s.counts_on_device = true;
+  return s;
+}
+
 using MakeScenario = FaultScenario (*)();
 constexpr MakeScenario kAll[] = {by_rank, staged,     more_tokens, split,     crowded,
                                  masked,  counted,    by_expert,   kept_open, kept_open_by_rank,
-                                 packed,  many_tiles, long_tiles};
+                                 packed,  many_tiles, long_tiles,  in_blocks, gathered};
 constexpr std::uint64_t kSeeds[] = {1, 2, 3, 4, 5, 6};
 
 /// What comes out without a fault.
@@ -244,6 +258,7 @@ const SeededFault kFaults[] = {
     FANFOLD_FAULT(kAnyEpoch, by_rank, "race"),
     FANFOLD_FAULT(kSkipsLastPeer, by_rank, "race"),
     FANFOLD_FAULT(kEpochBeforeWords, by_rank, "error"),
+    FANFOLD_FAULT(kStagesInOwnBlock, in_blocks, "result or error"),
     // tiles.cuh
     FANFOLD_FAULT(kNoBarrierBetweenTiles, long_tiles, "race"),
     FANFOLD_FAULT(kTagWithoutEpoch, split, "result"),
@@ -261,6 +276,9 @@ const SeededFault kFaults[] = {
     FANFOLD_FAULT(kEveryBlockAnnounces, by_rank, "race"),
     FANFOLD_FAULT(kCountersStay, by_rank, "result"),
     FANFOLD_FAULT(kTokensOfWord, counted, "result"),
+    // compact_rows.cu
+    FANFOLD_FAULT(kKeepsBehindTokens, gathered, "result or uninit"),
+    FANFOLD_FAULT(kCompactCountersStay, gathered, "result"),
     // arrange.cu
     FANFOLD_FAULT(kPadsLastRow, by_rank, "result"),
     FANFOLD_FAULT(kNoBarrierBeforeRepeats, by_expert, "race"),

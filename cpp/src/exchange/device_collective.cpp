@@ -2,6 +2,8 @@
 #include "exchange/device_collective.h"
 
 #include <algorithm>
+#include <optional>
+#include <thread>
 #include <utility>
 
 #include "base/format.h"
@@ -48,7 +50,8 @@ DeviceCollective::~DeviceCollective() {
   if (local_ == nullptr || is_forked_child()) return;
   try {
     drain(base::Deadline(config().timeout));
-  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the memory is kept, see there
+  } catch (const std::exception&) {
+    keep_memory();
   }
 }
 
@@ -300,15 +303,44 @@ std::function<void()> DeviceCollective::loss_watch() const {
   };
 }
 
+void DeviceCollective::give_up_at(base::Deadline deadline) const noexcept {
+  if (!deadline.passed()) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (failure_ != nullptr) return;
+  try {
+    throw InvalidState(str(what(), ": its collectives were aborted, since they did not end within ",
+                           base::format_duration(deadline.timeout_ns()),
+                           "; call reset() on every rank"));
+  } catch (...) {
+    give_up(std::current_exception());
+  }
+}
+
+void DeviceCollective::await_carried_until(base::Deadline deadline) const {
+  constexpr std::chrono::microseconds kPause(100);
+  std::optional<base::Deadline> end;  // of what was aborted
+  for (;;) {
+    look();
+    give_up_at(deadline);
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (oldest_pending() == nullptr) return;
+      if (failure_ != nullptr && !end) end.emplace(kDrainTime);
+      if (end && end->passed()) std::rethrow_exception(failure_);
+    }
+    std::this_thread::sleep_for(kPause);
+  }
+}
+
+void DeviceCollective::await_carried() const {
+  await_carried_until(base::Deadline(std::chrono::nanoseconds::max()));
+}
+
 void DeviceCollective::drain(base::Deadline deadline) const {
+  await_carried_until(deadline);
   device().wait_idle([&] {
     look();
-    if (!deadline.passed()) return;
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (failure_ != nullptr) return;
-    give_up(std::make_exception_ptr(InvalidState(
-        str(what(), ": its collectives were aborted, since they did not end within ",
-            base::format_duration(deadline.timeout_ns()), "; call reset() on every rank"))));
+    give_up_at(deadline);
   });
 }
 
@@ -368,7 +400,10 @@ std::uint64_t DeviceCollective::reset(std::uint64_t max_epoch, base::Deadline de
 void DeviceCollective::close(base::Deadline deadline) {
   try {
     drain(deadline);
-  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): seen again below
+  } catch (const std::exception&) {
+    keep_memory();
+    leave();
+    throw;
   }
   DeviceExchange::close(deadline);
 }

@@ -48,6 +48,7 @@ class DeviceCollective final : public DeviceExchange {
   void check() const override;
   void close(base::Deadline deadline) override;
   std::function<void()> loss_watch() const override;
+  void await_carried() const override;
 
  private:
   /// A region of every block of a store, from the store's base.
@@ -90,7 +91,10 @@ class DeviceCollective final : public DeviceExchange {
   /// What that found.
   void rethrow_failure() const;
   /// Waits for all work, at most until `deadline`: then the collectives are aborted.
+  /// @throws  they cannot be: they are the caller's.
   void drain(base::Deadline deadline) const;
+  void await_carried_until(base::Deadline deadline) const;
+  void give_up_at(base::Deadline deadline) const noexcept;
 
   // Under the lock.
   void throw_if_stuck() const;

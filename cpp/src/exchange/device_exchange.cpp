@@ -83,7 +83,7 @@ struct DeviceExchange::Memory {
 
 DeviceExchange::~DeviceExchange() {
   // The memory must outlive the work that is under way.
-  if (device_ == nullptr || local_ == nullptr || is_forked_child()) return;
+  if (device_ == nullptr || local_ == nullptr || is_stuck_ || is_forked_child()) return;
   control().stop_own_waits();
   try {
     device_->wait_idle([] {});
@@ -93,6 +93,7 @@ DeviceExchange::~DeviceExchange() {
 }
 
 void DeviceExchange::keep_memory() noexcept {
+  is_stuck_ = true;
   base::keep_forever(std::make_shared<Memory>(
       Memory{window_, kept_, local_, report_, own_control_, std::move(retired_)}));
 }
@@ -190,7 +191,10 @@ void DeviceExchange::finish_work(const std::vector<bool>* next_active) {
     const std::lock_guard<std::mutex> lock(loss_mutex_);
     control().set_active(active);
   };
-  if (next_active == nullptr) return device_->wait_idle(loss_watch());
+  if (next_active == nullptr) {
+    await_carried();
+    return device_->wait_idle(loss_watch());
+  }
   look_at(*next_active);
   try {
     device_->wait_idle(loss_watch());

@@ -63,6 +63,9 @@ class DeviceExchange : public Exchange {
   /// For who waits for the work of a stream; any thread. While the result is called now and then,
   /// the work does not go on waiting for peers that are gone.
   virtual std::function<void()> loss_watch() const;
+  /// Before a wait for a stream or the device: what may never end is waited for here.
+  /// @throws  why it does not, and cannot be ended either.
+  virtual void await_carried() const {}
   bool is_forked_child() const noexcept override;
   void use_name() override { control().set_what(what()); }
   std::byte* slot_base(const Slot& slot) const noexcept override;
@@ -156,6 +159,8 @@ class DeviceExchange : public Exchange {
   /// The number of the round that a slot has at an epoch of it.
   std::int64_t round_at(std::uint32_t slot, std::uint64_t epoch) const noexcept;
   exec::DeviceFailure failure() const noexcept;
+  /// Gives no memory back that kernels may use: work is under way that may never end.
+  void keep_memory() noexcept;
 
  private:
   void arrange_rows(Slot& slot);
@@ -163,9 +168,6 @@ class DeviceExchange : public Exchange {
   void count_experts_on(Slot& slot, exec::Stream stream);
   void poison_results(const Slot& slot);
   [[noreturn]] void throw_report(exec::DeviceFailure failure);
-
-  /// Gives no memory back that kernels may use.
-  void keep_memory() noexcept;
 
   std::shared_ptr<SharedWindow> window_;
   exec::DeviceRoute route_;
@@ -182,6 +184,7 @@ class DeviceExchange : public Exchange {
       timeouts_;  // [F] of the last wait of each phase
   // Routings that have lost their slot: to give memory back would wait for the device.
   std::vector<std::shared_ptr<const Routing::Data>> retired_;
+  bool is_stuck_ = false;  // the memory is kept, nothing waits for the device any more
 };
 
 }  // namespace fanfold::exchange

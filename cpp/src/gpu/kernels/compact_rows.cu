@@ -111,7 +111,7 @@ __device__ inline void copy_routed(const Params& p) {
     };
     const auto from_of = [&](int row) -> std::int64_t {
       const std::int64_t at = first + row;
-      return has(Fault::kRoutesByPlace) ? at : at / m * m + p.routed_tokens[at];
+      return at / m * m + p.routed_tokens[at];
     };
     copy_rows(p, static_cast<int>(min(std::int64_t{exec::kTileRows}, num_rows - first)), from_of,
               to_of);

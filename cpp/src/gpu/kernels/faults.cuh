@@ -45,7 +45,6 @@ enum class Fault : int {
   // compact_rows.cu
   kKeepsBehindTokens,    // rows behind a rank's tokens are looked at
   kCompactCountersStay,  // the next kernel finds no tile left
-  kRoutesByPlace,        // along a routing, the first tokens are taken, not those it names
   // arrange.cu
   kPadsLastRow,             // the ids of each source's last row are overwritten
   kNoBarrierBeforeRepeats,  // experts of rows are compared while they are written
