@@ -283,7 +283,7 @@ const SeededFault kFaults[] = {
     FANFOLD_FAULT(kTokensOfWord, counted, "result"),
     // compact_rows.cu
     FANFOLD_FAULT(kKeepsBehindTokens, gathered, "result or uninit"),
-    FANFOLD_FAULT(kCompactCountersStay, gathered, "result"),
+    FANFOLD_FAULT(kCompactCountersStay, gathered, "result or error"),
     // arrange.cu
     FANFOLD_FAULT(kPadsLastRow, by_rank, "result"),
     FANFOLD_FAULT(kNoBarrierBeforeRepeats, by_expert, "race"),
