@@ -55,7 +55,7 @@ def test_checks(case: Case, name: str) -> None:
     _core.simulator.configure(devices=num_ranks, host_threads=num_ranks, resident_blocks=2)
 
     def fn(comm: fanfold.Communicator) -> None:
-        with_gpus = over_nccl(comm, comm.rank)
+        with_gpus = over_nccl(comm, f"cuda:{comm.rank}")
         run_check(with_gpus, name, case, SimulatedTensors(num_ranks))
         with_gpus.close()
 
@@ -76,7 +76,7 @@ def test_layers_share_an_exchange_and_routings_are_used_again(strategy: str) -> 
         first = rank.dispatch(a2a, ids, x)
         routing = first.routing
         rank.finish(a2a, first, x)
-        second = a2a.dispatch(payloads=[rank.put(x + 1)], routing=routing, stream=rank.stream)
+        second = a2a.dispatch(None, [rank.put(x + 1)], routing=routing, stream=rank.stream)
         out = rank.get(rank.finish(a2a, second, x))
         numpy.testing.assert_array_equal(out, (x + 1) * top_k)
         a2a.close()

@@ -37,7 +37,7 @@ def test_a_round_replays_with_other_inputs(case: Case) -> None:
 
     def fn(comm: fanfold.Communicator) -> None:
         if case.strategy in ("batched", "gather_scatter"):
-            comm = over_nccl(comm, comm.rank)
+            comm = over_nccl(comm, f"cuda:{comm.rank}")
         harness = Harness(comm, case, SimulatedTensors(comm.num_ranks))
         tensors: Any = harness.tensors
         limit, top_k, hidden = setup.max_tokens, setup.top_k, setup.hidden

@@ -34,7 +34,7 @@ def capture(stream: Any) -> Iterator[list[Any]]:
 NCCL_DOUBLE = Path(_core.__file__).parents[2] / "tests_cpp" / "sim" / "libnccl_double.so"
 
 
-def over_nccl(comm: fanfold.Communicator, device: int) -> fanfold.Communicator:
+def over_nccl(comm: fanfold.Communicator, device: str) -> fanfold.Communicator:
     """Make the communicator of a rank that has collectives on its device."""
     return fanfold.Communicator.from_nccl(comm, device=device, library=str(NCCL_DOUBLE))
 
