@@ -51,6 +51,9 @@ BUDGETS = {
     "arrange_kernel": Budget(
         96, system_fences=2, counts=True, early_loads=_EARLY, wide_loads=4, wide_stores=4
     ),
+    "compact_rows_kernel": Budget(
+        96, system_fences=2, counts=True, early_loads=_EARLY, wide_loads=4, wide_stores=4
+    ),
     "describe_rows_kernel": Budget(64, early_loads=_EARLY),
     "combine_send_kernel": replace(_PAIR, registers=128, wide_loads=4, wide_stores=1),
     "sum_rows_kernel": replace(_PAIR, registers=128, wide_loads=4, wide_stores=1),

@@ -7,11 +7,13 @@
 #include <deque>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <thread>
 #include <utility>
 
 #include "cudasim/control.h"
 #include "fanfold/error.h"
+#include "gpu/nccl_ranks.h"
 #include "gpu/test_gpu.h"
 #include "support/random_bits.h"
 
@@ -132,9 +134,14 @@ class Ranks {
       : s_(scenario),
         outcome_(outcome),
         communicators_(Communicator::threads(scenario.num_ranks)),
+        over_nccl_(communicators_.size()),
         ranks_(static_cast<std::size_t>(scenario.num_ranks)) {
     each_on_a_thread([&](std::size_t r) {
-      ranks_[r] = std::make_unique<AllToAll>(communicators_[r], config_of(s_, static_cast<int>(r)));
+      if (s_.strategy == Strategy::kBatched || s_.strategy == Strategy::kGatherScatter) {
+        over_nccl_[r] = Communicator::from_nccl(communicators_[r], nccl_options(device(r)));
+      }
+      ranks_[r] = std::make_unique<AllToAll>(over_nccl_[r] ? *over_nccl_[r] : communicators_[r],
+                                             config_of(s_, static_cast<int>(r)));
     });
     for (int rank = 0; rank < s_.num_ranks; ++rank) {
       streams_.push_back(test_device()->make_stream(rank % s_.num_devices));
@@ -322,6 +329,7 @@ class Ranks {
   const FaultScenario& s_;
   FaultOutcome& outcome_;
   std::vector<Communicator> communicators_;
+  std::vector<std::optional<Communicator>> over_nccl_;
   std::vector<std::unique_ptr<AllToAll>> ranks_;
   std::vector<std::shared_ptr<void>> streams_;
   std::vector<bool> active_;

@@ -8,6 +8,7 @@
 #include "api/all_to_all_conformance.h"
 #include "api/all_to_all_rounds_conformance.h"
 #include "gpu/gpu_ranks.h"
+#include "gpu/nccl_ranks.h"
 
 namespace fanfold {
 namespace {
@@ -16,6 +17,11 @@ using ::testing::ValuesIn;
 
 void spawn_threads(int num_ranks, const std::function<void(Communicator&)>& rank_body) {
   testing::spawn_ranks(num_ranks, rank_body);
+}
+
+/// Ranks whose communicators have collectives on GPUs.
+void spawn_with_collectives(int num_ranks, const std::function<void(Communicator&)>& rank_body) {
+  testing::spawn_nccl_ranks(num_ranks, num_ranks, rank_body);
 }
 
 /// The devices of the test that runs.
@@ -36,6 +42,12 @@ std::vector<ConformanceCase> all_cases() {
     return ConformanceCase{strategy,      layout,   weighting, num_ranks,
                            spawn_threads, num_gpus, &begin,    &end};
   };
+  const auto collective = [&](Strategy strategy, Layout layout, Weighting weighting,
+                              int num_ranks) {
+    ConformanceCase c = on_gpus(strategy, layout, weighting, num_ranks, num_ranks);
+    c.spawn = spawn_with_collectives;
+    return c;
+  };
   if (testing::kIsSanitizer) {  // which makes the simulated device eight times as slow
     return {on_gpus(Strategy::kOneSided, Layout::kExpertMajor, Weighting::kOrigin, 2, 2)};
   }
@@ -45,13 +57,18 @@ std::vector<ConformanceCase> all_cases() {
       on_gpus(Strategy::kOneSided, Layout::kExpertMajor, Weighting::kApplied, 2, 1),
       on_gpus(Strategy::kOneSided, Layout::kExpertMajor, Weighting::kOrigin, 2, 2),
       on_gpus(Strategy::kLowLatency, Layout::kExpertMajor, Weighting::kCarried, 3, 1),
+      collective(Strategy::kBatched, Layout::kRankMajor, Weighting::kApplied, 2),
+      collective(Strategy::kGatherScatter, Layout::kExpertMajor, Weighting::kCarried, 3),
+      collective(Strategy::kBroadcast, Layout::kRankMajor, Weighting::kApplied, 2),
   };
 }
 
 bool is_applied(const ConformanceCase& c) { return c.weighting == Weighting::kApplied; }
 bool is_origin(const ConformanceCase& c) { return c.weighting == Weighting::kOrigin; }
 /// A rank that sets its mask waits for its GPU, on which another's next round may wait for it.
-bool can_mask(const ConformanceCase& c) { return c.num_ranks > 1 && c.num_gpus == c.num_ranks; }
+bool can_mask(const ConformanceCase& c) {
+  return c.spawn == spawn_threads && c.num_ranks > 1 && c.num_gpus == c.num_ranks;
+}
 
 INSTANTIATE_TEST_SUITE_P(Gpus, AllToAllConformance, ValuesIn(all_cases()), name_of_case);
 INSTANTIATE_TEST_SUITE_P(Gpus, RoundsConformance, ValuesIn(all_cases()), name_of_case);

@@ -32,8 +32,9 @@ std::string refused(int num_ranks, const std::function<void(AllToAllConfig&)>& c
 }
 
 TEST(GpuConfigTest, WhatKernelsCannotDoIsRefusedAtCreation) {
-  EXPECT_EQ(refused<Unsupported>(2, [](AllToAllConfig& c) { c.strategy = Strategy::kBatched; }),
-            "strategy: expected one_sided or low_latency (device 'cuda' has these), got batched");
+  EXPECT_EQ(refused<Unsupported>(2, [](AllToAllConfig& c) { c.strategy = Strategy::kTwoSided; }),
+            "strategy: expected one_sided, low_latency, broadcast, gather_scatter or batched "
+            "(device 'cuda' has these), got two_sided");
   EXPECT_EQ(refused<Unsupported>(2, [](AllToAllConfig& c) { c.layout = Layout::kFlat; }),
             "layout: strategy one_sided gives rank_major, expert_major on device 'cuda'; got flat");
   EXPECT_EQ(refused<InvalidArgument>(2, [](AllToAllConfig& c) { c.check_ids = CheckIds::kRaise; }),

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy
 import pytest
-from support.gpu import Rank, capture, run_ranks
+from support.gpu import Rank, capture, over_nccl, run_ranks
 from support.rounds import ids, tokens
 
 import fanfold
@@ -23,7 +23,12 @@ IDS = ids([0, 3], [2, -1], [1, 2])
 
 @pytest.mark.parametrize(
     "case",
-    [Case("one_sided", "rank_major", "applied"), Case("low_latency", "expert_major", "carried")],
+    [
+        Case("one_sided", "rank_major", "applied"),
+        Case("low_latency", "expert_major", "carried"),
+        Case("batched", "expert_major", "carried"),
+        Case("gather_scatter", "rank_major", "applied"),
+    ],
     ids=str,
 )
 def test_a_round_replays_with_other_inputs(case: Case) -> None:
@@ -31,6 +36,8 @@ def test_a_round_replays_with_other_inputs(case: Case) -> None:
     setup = Setup(max_tokens=5)
 
     def fn(comm: fanfold.Communicator) -> None:
+        if case.strategy in ("batched", "gather_scatter"):
+            comm = over_nccl(comm, f"cuda:{comm.rank}")
         harness = Harness(comm, case, SimulatedTensors(comm.num_ranks))
         tensors: Any = harness.tensors
         limit, top_k, hidden = setup.max_tokens, setup.top_k, setup.hidden

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -28,6 +29,14 @@ def capture(stream: Any) -> Iterator[list[Any]]:
     finally:
         with contextlib.suppress(fanfold.CudaFailure):
             made.append(_core.simulator.end_capture(stream))
+
+
+NCCL_DOUBLE = Path(_core.__file__).parents[2] / "tests_cpp" / "sim" / "libnccl_double.so"
+
+
+def over_nccl(comm: fanfold.Communicator, device: str) -> fanfold.Communicator:
+    """Make the communicator of a rank that has collectives on its device."""
+    return fanfold.Communicator.from_nccl(comm, device=device, library=str(NCCL_DOUBLE))
 
 
 class Rank:

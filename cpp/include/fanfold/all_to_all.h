@@ -121,6 +121,15 @@ struct FANFOLD_EXPORT Feasibility {
 /// work of all replays until `reset`. Where ranks share a GPU, a stream may queue behind another
 /// rank's that waits for it, until that one's timeout: CUDA keeps CUDA_DEVICE_MAX_CONNECTIONS (8
 /// by default) streams of a process apart.
+///
+/// Where collectives carry rows on GPUs (broadcast, gather_scatter, batched), ranks enqueue the
+/// rounds of all AllToAlls of one communicator, and its own calls, in one order; blocks of
+/// `round_max_tokens` rows travel, however many there are. A peer that does not come holds up the
+/// stream until a call of this rank finds that a round's time is over, or that a peer has aborted
+/// or left: any of a round, `check`, and those that wait. The communicator's collectives are
+/// aborted then; `reset` makes them anew, for all AllToAlls of the communicator, whose graphs must
+/// be captured again. Not so with an NCCL communicator of the caller's (NcclOptions::handle): only
+/// the caller can end what waits in it, and `reset` throws Unsupported.
 class FANFOLD_EXPORT AllToAll {
  public:
   static constexpr int kMaxPayloads = 16;
@@ -131,7 +140,8 @@ class FANFOLD_EXPORT AllToAll {
   /// of high_throughput, whose memory grows with need) and its private memory. Collective.
   /// @throws InvalidArgument  `config` contradicts itself (nothing was allocated), or the ranks'
   ///         configurations differ: on every rank, naming the field and both values.
-  /// @throws Unsupported  the strategy lacks the layout or a wire; on a GPU also `workspace_of`.
+  /// @throws Unsupported  the strategy lacks the layout or a wire; on a GPU also `workspace_of`,
+  ///         and a strategy over collectives where the communicator has none on GPUs.
   /// @throws CapacityExceeded  the caller's buffers of `allocator` have no room: on every rank.
   /// On a GPU: memory of `config.device_index`, from an allocator of its own or one whose memory is
   /// of that device (InvalidArgument). Synchronizes with its own copies only. Graph capture: not

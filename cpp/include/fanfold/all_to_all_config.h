@@ -174,12 +174,14 @@ struct FANFOLD_EXPORT AllToAllConfig {
   std::int64_t channel_bytes = std::int64_t{256} << 10;
   int max_in_flight = 1;  ///< rounds that may be open at once, 1..64
   /// Sums in the stated order. False lets broadcast use an all-reduce and gather_scatter a
-  /// reduce-scatter, whose order is the transport's; see Capabilities::deterministic.
+  /// reduce-scatter, whose order is the transport's; see Capabilities::deterministic. On a GPU the
+  /// order is always the stated one.
   bool deterministic = true;
   CheckIds check_ids = CheckIds::kAuto;
   /// Where the tensors lie and the rows move; equal on all ranks. On a GPU: strategies one_sided
-  /// and low_latency (kAuto: one_sided) with layouts rank_major and expert_major, top_k up to 128,
-  /// up to 256 ranks.
+  /// and low_latency (kAuto: one_sided) and, on a communicator with collectives on GPUs
+  /// (Communicator::from_nccl), broadcast, gather_scatter and batched; with layouts rank_major and
+  /// expert_major, top_k up to 128, up to 256 ranks.
   DeviceType device = DeviceType::kCpu;
   int device_index = 0;  ///< of a GPU: this rank's CUDA device; ranks may share one
   std::chrono::nanoseconds timeout = kDefaultTimeout;

@@ -62,6 +62,25 @@ void check_beside(const AllToAllConfig& config, const exchange::Exchange& owner)
   }
 }
 
+/// What strategies over collectives need where rows lie on a GPU.
+void check_collectives(const exchange::Setup& setup) {
+  const AllToAllConfig& config = setup.config;
+  if (config.device == DeviceType::kCpu ||
+      plan::store_kind(config.strategy) == plan::StoreKind::kWindow) {
+    return;
+  }
+  if (setup.collectives == nullptr) {
+    throw Unsupported(str("strategy: ", name_of(config.strategy),
+                          " on device 'cuda' needs a communicator with collectives on GPUs "
+                          "(Communicator::from_nccl), got one without"));
+  }
+  const int device = setup.collectives->device();
+  if (device == config.device_index) return;
+  throw InvalidArgument(str("device_index: expected ", device,
+                            " (that of the communicator's collectives), got ",
+                            config.device_index));
+}
+
 void check_allocator(const AllToAllConfig& config, const Allocator* allocator) {
   if (allocator == nullptr) return;
   const AllocatorMemory memory = allocator->memory();
@@ -136,7 +155,10 @@ AllToAll::Impl::Impl(Communicator& communicator, const AllToAllConfig& config, A
   setup.communicator = communicator.impl();
   setup.handle = &communicator;
   std::optional<Allocator> own_allocator;
-  if (setup.config.device == DeviceType::kGpu && allocator == nullptr) {
+  setup.collectives = communicator.impl()->device_collectives();
+  check_collectives(setup);
+  if (setup.config.device == DeviceType::kGpu && allocator == nullptr &&
+      plan::store_kind(setup.config.strategy) == plan::StoreKind::kWindow) {
     GpuMemoryConfig gpu;
     gpu.device = setup.config.device_index;
     allocator =

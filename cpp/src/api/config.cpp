@@ -149,12 +149,13 @@ std::string resolve_strategy_without_memory(AllToAllConfig& config, const std::s
 }
 
 std::string resolve_strategy_on_gpu(AllToAllConfig& config) {
-  if (config.strategy == Strategy::kOneSided || config.strategy == Strategy::kLowLatency) {
-    return str(name_of(config.strategy), ": asked for by name");
+  if (config.strategy == Strategy::kTwoSided || config.strategy == Strategy::kHighThroughput) {
+    throw Unsupported(
+        str("strategy: expected one_sided, low_latency, broadcast, gather_scatter or ",
+            "batched (device 'cuda' has these), got ", name_of(config.strategy)));
   }
   if (config.strategy != Strategy::kAuto) {
-    throw Unsupported(str("strategy: expected one_sided or low_latency (device 'cuda' has these), ",
-                          "got ", name_of(config.strategy)));
+    return str(name_of(config.strategy), ": asked for by name");
   }
   if (config.dispatch_wire != Wire::kNone || config.combine_wire != Wire::kNone) {
     config.strategy = Strategy::kLowLatency;

@@ -69,6 +69,12 @@ Capabilities capabilities_of(Strategy strategy, DeviceType device) {
   if (device == DeviceType::kGpu) {
     record.layouts = {Layout::kRankMajor, Layout::kExpertMajor};
     record.graph_safe = true;
+    // Sums are always in the stated order.
+    record.deterministic = true;
+    record.error_bound.clear();
+    if (record.native_layouts.front() == Layout::kGathered) {
+      record.native_layouts = {Layout::kRankMajor};
+    }
     record.workers = false;
     record.max_top_k = exec::kMaxDeviceTopK;
     record.max_ranks = exec::kMaxDeviceRanks;
@@ -77,7 +83,11 @@ Capabilities capabilities_of(Strategy strategy, DeviceType device) {
 }
 
 std::shared_ptr<Exchange> make_exchange(Setup setup, base::Deadline deadline) {
-  if (setup.config.device == DeviceType::kGpu) return make_on_device(std::move(setup), deadline);
+  if (setup.config.device == DeviceType::kGpu) {
+    return plan::store_kind(setup.config.strategy) == plan::StoreKind::kWindow
+               ? make_on_device(std::move(setup), deadline)
+               : make_collective_on_device(std::move(setup), deadline);
+  }
   switch (setup.config.strategy) {
     case Strategy::kBroadcast:
       return make_broadcast(std::move(setup), deadline);

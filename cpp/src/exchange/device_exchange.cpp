@@ -42,8 +42,19 @@ const char* name_of(exec::DevicePhase phase) noexcept {
 
 DeviceExchange::DeviceExchange(Setup setup, base::Deadline deadline) : Exchange(std::move(setup)) {
   // Flags must start as zeros; rows need not.
-  window_ = std::make_shared<SharedWindow>(setup_, workspace_.symmetric_bytes,
-                                           workspace_.slot_offset, deadline);
+  const Strategy strategy = setup_.config.strategy;
+  if (plan::store_kind(strategy) == plan::StoreKind::kWindow) {
+    route_ = exec::DeviceRoute::kWindows;
+    window_ = std::make_shared<SharedWindow>(setup_, workspace_.symmetric_bytes,
+                                             workspace_.slot_offset, deadline);
+    windows_ = window_->bases();
+  } else {
+    route_ = plan::gathers(strategy) ? exec::DeviceRoute::kGather : exec::DeviceRoute::kBlocks;
+    window_ = std::make_shared<SharedWindow>(setup_, deadline);
+    windows_.assign(static_cast<std::size_t>(num_ranks()),
+                    local_.get() + workspace_.device.staging_offset);
+    windows_[static_cast<std::size_t>(rank_)] = local_.get();
+  }
   timeouts_.resize(slots_.size());
   on_all_ranks([this] {
     device_ = setup_.device_backend(setup_.config.device_index);
@@ -72,7 +83,7 @@ struct DeviceExchange::Memory {
 
 DeviceExchange::~DeviceExchange() {
   // The memory must outlive the work that is under way.
-  if (device_ == nullptr || local_ == nullptr || is_forked_child()) return;
+  if (device_ == nullptr || local_ == nullptr || is_stuck_ || is_forked_child()) return;
   control().stop_own_waits();
   try {
     device_->wait_idle([] {});
@@ -82,12 +93,13 @@ DeviceExchange::~DeviceExchange() {
 }
 
 void DeviceExchange::keep_memory() noexcept {
+  is_stuck_ = true;
   base::keep_forever(std::make_shared<Memory>(
       Memory{window_, kept_, local_, report_, own_control_, std::move(retired_)}));
 }
 
 std::byte* DeviceExchange::slot_base(const Slot& slot) const noexcept {
-  return window_->bases()[static_cast<std::size_t>(rank_)] + workspace_.slot_offset +
+  return windows_[static_cast<std::size_t>(rank_)] + workspace_.slot_offset +
          slot.index * workspace_.slot_stride;
 }
 
@@ -119,7 +131,13 @@ void DeviceExchange::upload_words() {
     device_->upload(local_at<std::byte>(slot, d.tiles_offset), tiles.data(),
                     static_cast<std::int64_t>(tiles.size() * sizeof tiles[0]));
   }
-  upload(d.windows_offset, window_->bases());
+  upload(d.windows_offset, windows_);
+  if (is_staged()) {
+    const std::vector<std::byte> flags(
+        static_cast<std::size_t>(workspace_.flags_stride * workspace_.max_in_flight));
+    upload(workspace_.flags_offset, flags);
+    upload(d.staging_offset + workspace_.flags_offset, flags);
+  }
   upload_mask();
   upload_placement();
   start_generation(setup_.config.test_knobs.first_epoch, 0);
@@ -173,7 +191,10 @@ void DeviceExchange::finish_work(const std::vector<bool>* next_active) {
     const std::lock_guard<std::mutex> lock(loss_mutex_);
     control().set_active(active);
   };
-  if (next_active == nullptr) return device_->wait_idle(loss_watch());
+  if (next_active == nullptr) {
+    await_carried();
+    return device_->wait_idle(loss_watch());
+  }
   look_at(*next_active);
   try {
     device_->wait_idle(loss_watch());
@@ -202,23 +223,30 @@ void DeviceExchange::set_placement(const Placement& placement, plan::ExpertMap m
 
 // --- Failure ------------------------------------------------------------------------------------
 
-std::int64_t DeviceExchange::round_of_report(const exec::DeviceReport& report) const noexcept {
+std::int64_t DeviceExchange::round_at(std::uint32_t slot, std::uint64_t epoch) const noexcept {
   // Epochs count the rounds of a slot, whose first in this generation is the first of them that
   // falls into it.
   const auto num_slots = static_cast<std::int64_t>(slots_.size());
-  const std::int64_t offset = (report.slot + num_slots - first_round_ % num_slots) % num_slots;
-  return first_round_ + offset + exec::round_of(report.epoch, first_epoch_) * num_slots;
+  const std::int64_t offset = (slot + num_slots - first_round_ % num_slots) % num_slots;
+  return first_round_ + offset + exec::round_of(epoch, first_epoch_) * num_slots;
 }
 
 void DeviceExchange::throw_report(exec::DeviceFailure failure) {
   const exec::DeviceReport& told = report();
   const auto phase = static_cast<exec::DevicePhase>(told.phase);
-  const comm::WaitFor target{static_cast<int>(told.peer), name_of(phase), round_of_report(told)};
+  const comm::WaitFor target{static_cast<int>(told.peer), name_of(phase),
+                             round_at(told.slot, told.epoch)};
   const std::chrono::nanoseconds timeout(static_cast<std::int64_t>(told.timeout_ns));
   switch (failure) {
     case exec::DeviceFailure::kDiffers: {
-      const std::string difference = exec::difference(exec::flag_fields(told.mine), rank_,
-                                                      exec::flag_fields(told.got), target.rank);
+      const exec::FlagFields mine = exec::flag_fields(told.mine);
+      const exec::FlagFields got = exec::flag_fields(told.got);
+      if (mine.epoch != got.epoch) control().throw_if_aborted(target);  // its kernels did nothing
+      const std::string difference =
+          mine.epoch == got.epoch || mine.kind != got.kind
+              ? exec::difference(mine, rank_, got, target.rank)
+              : str("round: rank ", rank_, " has ", target.round, ", rank ", target.rank, " has ",
+                    round_at(told.slot, got.epoch));
       throw InvalidArgument(str(what(), ": ", target.phase, " of round ", target.round,
                                 " differs between ranks: ", difference,
                                 "; call reset() on every rank"));

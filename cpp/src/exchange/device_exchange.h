@@ -2,7 +2,8 @@
 #pragma once
 
 // Strategies one_sided and low_latency where rows lie on GPUs: kernels push rows, raise and await
-// flags, and pull results. The calls of a round only enqueue.
+// flags, and pull results. The calls of a round only enqueue. device_collective.h has those where
+// collectives carry what kernels push and pull.
 //
 // Two things differ from the CPU. Epochs count the rounds of one slot and live on the device, where
 // kernels advance them, so that a graph replays. And a released round is settled by its own call,
@@ -24,7 +25,7 @@
 
 namespace fanfold::exchange {
 
-class DeviceExchange final : public Exchange {
+class DeviceExchange : public Exchange {
  public:
   DeviceExchange(Setup setup, base::Deadline deadline);
   ~DeviceExchange() override;
@@ -61,7 +62,10 @@ class DeviceExchange final : public Exchange {
   void close(base::Deadline deadline) override;
   /// For who waits for the work of a stream; any thread. While the result is called now and then,
   /// the work does not go on waiting for peers that are gone.
-  std::function<void()> loss_watch() const;
+  virtual std::function<void()> loss_watch() const;
+  /// Before a wait for a stream or the device: what may never end is waited for here.
+  /// @throws  why it does not, and cannot be ended either.
+  virtual void await_carried() const {}
   bool is_forked_child() const noexcept override;
   void use_name() override { control().set_what(what()); }
   std::byte* slot_base(const Slot& slot) const noexcept override;
@@ -71,6 +75,14 @@ class DeviceExchange final : public Exchange {
   std::shared_ptr<const Routing::Data> copy_routing(Slot& slot) override;
   void sanitize(const SanitizeCall& call) override;
   HostCounts host_counts(Slot& slot) override;
+
+ protected:
+  /// Whether collectives carry rows and flags.
+  bool is_staged() const noexcept { return route_ != exec::DeviceRoute::kWindows; }
+  /// Enqueues the kernel that sends rows; `waits`: it also waits for the peers' flags.
+  void send_rows(Slot& slot, const DispatchCall& call, bool waits);
+  /// Likewise for results, if only a flag where they lie in place.
+  void send_results(Slot& slot, const CombineCall& call, bool waits);
 
  private:
   struct Kept {  // what views need
@@ -88,7 +100,22 @@ class DeviceExchange final : public Exchange {
   void fill_offsets(const Slot&) const override {}
   void fill_num_rows(const Slot&) const override {}
 
+  // What kernels read between rounds; these wait.
+  void upload_words();
+  void upload_host_words();
+  void upload_mask();
+  void upload_placement();
+  void start_generation(std::uint64_t first_epoch, std::int64_t first_round);
+  bool has_peer_died() const noexcept;
+  template <class T>
+  void upload(std::int64_t offset, const std::vector<T>& values) {
+    device_->upload(shared_at<std::byte>(offset), static_cast<const void*>(values.data()),
+                    static_cast<std::int64_t>(values.size() * sizeof(T)));
+  }
+
+ protected:
   comm::Control& control() const noexcept { return window_->control(); }
+  exec::DeviceBackend& device() const noexcept { return *device_; }
   /// A region of this rank's private memory, of all slots or of one.
   template <class T>
   T* shared_at(std::int64_t offset) const noexcept {
@@ -120,41 +147,31 @@ class DeviceExchange final : public Exchange {
                                   std::int64_t hidden) const noexcept;
   exec::DeviceArrangeParams arrange_params(const Slot& slot) const noexcept;
   void set_timeout(const Slot& slot, exec::DevicePhase phase, base::Deadline deadline) noexcept;
+  void poison_received(const Slot& slot);
   std::int64_t timeout_of(int slot, exec::DevicePhase phase) const noexcept {
     return timeouts_[static_cast<std::size_t>(slot)][static_cast<std::size_t>(phase)];
   }
   /// Raises the flags of a phase, waits for the peers', or both.
   void signal(const Slot& slot, const exec::DeviceFlags& flags, bool announces, bool waits);
-  void arrange_rows(Slot& slot);
-  void add_counts(const Slot& slot, exec::DeviceArrangeParams& params) const noexcept;
-  void count_experts_on(Slot& slot, exec::Stream stream);
-  void poison_received(const Slot& slot);
-  void poison_results(const Slot& slot);
-
-  // What they read between rounds; these wait.
-  void upload_words();
-  void upload_host_words();
-  void upload_mask();
-  void upload_placement();
-  void start_generation(std::uint64_t first_epoch, std::int64_t first_round);
-  bool has_peer_died() const noexcept;
-  template <class T>
-  void upload(std::int64_t offset, const std::vector<T>& values) {
-    device_->upload(shared_at<std::byte>(offset), static_cast<const void*>(values.data()),
-                    static_cast<std::int64_t>(values.size() * sizeof(T)));
-  }
-
   exec::DeviceReport& report() const noexcept {
     return *reinterpret_cast<exec::DeviceReport*>(report_.host.get());
   }
-  std::int64_t round_of_report(const exec::DeviceReport& report) const noexcept;
+  /// The number of the round that a slot has at an epoch of it.
+  std::int64_t round_at(std::uint32_t slot, std::uint64_t epoch) const noexcept;
   exec::DeviceFailure failure() const noexcept;
-  [[noreturn]] void throw_report(exec::DeviceFailure failure);
-
-  /// Gives no memory back that kernels may use.
+  /// Gives no memory back that kernels may use: work is under way that may never end.
   void keep_memory() noexcept;
 
+ private:
+  void arrange_rows(Slot& slot);
+  void add_counts(const Slot& slot, exec::DeviceArrangeParams& params) const noexcept;
+  void count_experts_on(Slot& slot, exec::Stream stream);
+  void poison_results(const Slot& slot);
+  [[noreturn]] void throw_report(exec::DeviceFailure failure);
+
   std::shared_ptr<SharedWindow> window_;
+  exec::DeviceRoute route_;
+  std::vector<std::byte*> windows_;  // [R] as kernels reach them
   std::shared_ptr<exec::DeviceBackend> device_;
   mutable std::mutex loss_mutex_;  // control().set_active and loss_watch
   exec::PinnedMemory report_;
@@ -167,6 +184,7 @@ class DeviceExchange final : public Exchange {
       timeouts_;  // [F] of the last wait of each phase
   // Routings that have lost their slot: to give memory back would wait for the device.
   std::vector<std::shared_ptr<const Routing::Data>> retired_;
+  bool is_stuck_ = false;  // the memory is kept, nothing waits for the device any more
 };
 
 }  // namespace fanfold::exchange

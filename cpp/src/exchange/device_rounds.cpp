@@ -4,9 +4,9 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <initializer_list>
 
 #include "base/format.h"
+#include "exchange/access_unit.h"
 #include "exchange/device_exchange.h"
 #include "fanfold/error.h"
 
@@ -15,16 +15,6 @@ namespace {
 
 using exec::CallKind;
 using exec::DevicePhase;
-
-/// The widest access that all of these allow.
-std::int32_t unit_of(std::initializer_list<std::uint64_t> values) noexcept {
-  std::uint64_t bits = 16;
-  for (const std::uint64_t value : values) bits |= value;
-  return static_cast<std::int32_t>(bits & (~bits + 1));
-}
-
-std::uint64_t address(const void* data) noexcept { return reinterpret_cast<std::uintptr_t>(data); }
-std::uint64_t word(std::int64_t value) noexcept { return static_cast<std::uint64_t>(value); }
 
 }  // namespace
 
@@ -44,6 +34,8 @@ exec::DeviceRound DeviceExchange::round_of(const Slot& slot, DevicePhase phase) 
   const plan::DeviceRegions& d = workspace_.device;
   exec::DeviceRound round{};
   round.windows = shared_at<std::byte*>(d.windows_offset);
+  if (is_staged()) round.staging = shared_at<std::byte>(d.staging_offset);
+  round.route = route_;
   round.rank_of = shared_at<std::int32_t>(d.rank_of_offset);
   round.local_of = shared_at<std::int32_t>(d.local_of_offset);
   if (setup_.map.has_replicas()) {
@@ -132,17 +124,21 @@ void DeviceExchange::pack_rows(const Slot& slot, const DispatchInputs& in,
 }
 
 void DeviceExchange::dispatch_send(Slot& slot, const DispatchCall& call) {
+  send_rows(slot, call, /*waits=*/call.is_whole);
+}
+
+void DeviceExchange::send_rows(Slot& slot, const DispatchCall& call, bool waits) {
   const DispatchInputs& in = *call.inputs;
   const plan::DeviceRegions& d = workspace_.device;
   slot.sent = dispatch_fields(slot);
-  slot.has_waited = call.is_whole;
+  slot.has_waited = waits;
   set_timeout(slot, DevicePhase::kDispatch, call.deadline);
   exec::DeviceDispatchSendParams params{};
   params.round = round_of(slot, DevicePhase::kDispatch);
   params.flags = flags_of(slot, DevicePhase::kDispatch, slot.sent);
-  params.waits = call.is_whole;
+  params.waits = waits;
   params.counts.rows_per_rank = rows_per_rank(slot);
-  if (call.is_whole) params.counts = counts_of(slot);
+  if (waits) params.counts = counts_of(slot);
   params.num_tokens = call.num_tokens;
   if (const DeviceRouting* const routing = routing_of(slot)) {
     params.is_routed = true;
@@ -242,23 +238,27 @@ void DeviceExchange::arrange_rows(Slot& slot) {
 // --- Combine ------------------------------------------------------------------------------------
 
 void DeviceExchange::combine_send(Slot& slot, const CombineCall& call) {
+  send_results(slot, call, /*waits=*/call.is_whole);
+}
+
+void DeviceExchange::send_results(Slot& slot, const CombineCall& call, bool waits) {
   const CombineInputs& in = *call.inputs;
   const std::int64_t hidden = slot.hidden;
   set_timeout(slot, DevicePhase::kCombine, call.deadline);
   set_timeout(slot, DevicePhase::kAck, call.deadline);
-  slot.has_waited = call.is_whole;
+  slot.has_waited = waits;
   if (in.release) poison_received(slot);
   const exec::DeviceFlags flags = combine_flags(slot, in.release, hidden);
   const bool by_expert = is_per_expert(setup_.config.layout);
   std::byte* const rows = stored_at<std::byte>(slot, slot.store.combine_offset);
   if (!by_expert && (in.y.data == rows || in.y.num_elements() == 0)) {
-    signal(slot, flags, /*announces=*/true, /*waits=*/call.is_whole);
+    signal(slot, flags, /*announces=*/true, waits);
     return;
   }
   exec::DeviceCombineSendParams params{};
   params.round = round_of(slot, DevicePhase::kCombine);
   params.flags = flags;
-  params.waits = call.is_whole;
+  params.waits = waits;
   params.y = static_cast<const std::byte*>(in.y.data);
   params.y_dtype = in.y.dtype;
   params.combine_dtype = combine_dtype();
@@ -315,7 +315,7 @@ void DeviceExchange::combine_recv(Slot& slot, const CombineCall& call) {
   params.out = static_cast<std::byte*>(in.out.data);
   params.out_stride_bytes = in.out.row_stride_bytes();
   params.out_dtype = in.out.dtype;
-  params.acks = !in.release;
+  params.acks = !in.release && !is_staged();  // else what comes home is this rank's own
   params.ack = flags_of(slot, DevicePhase::kAck, combine_fields(slot, CallKind::kAck, 0));
   device_->sum_rows(params, slot.call_stream);
 }

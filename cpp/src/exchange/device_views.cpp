@@ -108,6 +108,7 @@ HostCounts DeviceExchange::host_counts(Slot& slot) {
   }
   count_experts(slot);
   use_stream(slot, slot.call_stream, "host_counts");
+  await_carried();
   device_->wait(slot.call_stream, loss_watch());
   throw_if_kernels_failed();
   const auto ranks = static_cast<std::size_t>(num_ranks());
@@ -197,6 +198,7 @@ const std::vector<std::int32_t>& DeviceRouting::host_rank_counts() const {
   if (host_rank_counts_.empty()) {
     std::vector<std::int32_t> values(static_cast<std::size_t>(num_ranks));
     if (const std::shared_ptr<DeviceExchange> owner = exchange.lock()) {
+      owner->await_carried();
       backend->wait(stream, owner->loss_watch());
       owner->throw_if_kernels_failed();
     } else {

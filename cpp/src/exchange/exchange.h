@@ -15,6 +15,7 @@
 #include "base/clock.h"
 #include "base/function_ref.h"
 #include "base/step_hook.h"
+#include "comm/device_collectives.h"
 #include "exchange/slot.h"
 #include "exec/backend.h"
 #include "exec/device_backend.h"
@@ -46,6 +47,7 @@ struct Setup {
   std::string what;            // "AllToAll 'moe'"
   BackendFactory backend = nullptr;
   DeviceBackendFactory device_backend = nullptr;
+  comm::DeviceCollectives* collectives = nullptr;  // the communicator's; null: it has none
   // Only during construction: whose memory, control area and slots it uses; null: its own.
   std::shared_ptr<Exchange> workspace_of;
   std::uint16_t member = 0;  // of those that share a workspace, in order of creation
@@ -316,6 +318,8 @@ std::shared_ptr<Exchange> make_two_sided(Setup setup, base::Deadline deadline);
 std::shared_ptr<Exchange> make_broadcast(Setup setup, base::Deadline deadline);
 std::shared_ptr<Exchange> make_gather_scatter(Setup setup, base::Deadline deadline);
 std::shared_ptr<Exchange> make_batched(Setup setup, base::Deadline deadline);
-std::shared_ptr<Exchange> make_on_device(Setup setup, base::Deadline deadline);  // all, on a GPU
+// On a GPU: one_sided and low_latency; then broadcast, gather_scatter and batched.
+std::shared_ptr<Exchange> make_on_device(Setup setup, base::Deadline deadline);
+std::shared_ptr<Exchange> make_collective_on_device(Setup setup, base::Deadline deadline);
 
 }  // namespace fanfold::exchange

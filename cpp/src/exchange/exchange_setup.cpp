@@ -29,8 +29,13 @@ void Exchange::take_memory() {
     local_ = owner.local_;
   } else {
     const std::int64_t bytes = std::max(workspace_.local_bytes, kMinLocalBytes);
-    local_ = setup_.allocator == nullptr ? base::map_private(bytes)
-                                         : setup_.allocator->allocate_private(bytes);
+    if (setup_.allocator != nullptr) {
+      local_ = setup_.allocator->allocate_private(bytes);
+    } else if (is_on_gpu()) {
+      local_ = setup_.device_backend(setup_.config.device_index)->allocate(bytes);
+    } else {
+      local_ = base::map_private(bytes);
+    }
   }
   if (!is_on_gpu()) {
     staging_.resize(

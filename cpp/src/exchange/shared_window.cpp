@@ -14,8 +14,8 @@ SharedWindow::SharedWindow(const Setup& setup, std::int64_t bytes, std::int64_t 
     : communicator_(setup.communicator),
       allocator_(setup.allocator != nullptr ? *setup.allocator : Allocator(*setup.handle)),
       owns_allocator_(setup.allocator == nullptr || setup.owns_allocator),
-      memory_(allocator_.allocate(bytes, zero_bytes,
-                                  std::chrono::nanoseconds(deadline.remaining_ns()))) {
+      memory_(allocator_->allocate(bytes, zero_bytes,
+                                   std::chrono::nanoseconds(deadline.remaining_ns()))) {
   for (int rank = 0; rank < memory_.num_ranks(); ++rank) bases_.push_back(memory_.data(rank));
   comm::Group& group = communicator_->group();
   if (memory_.block()->memory.device == DeviceType::kGpu) {
@@ -24,6 +24,13 @@ SharedWindow::SharedWindow(const Setup& setup, std::int64_t bytes, std::int64_t 
   const bool is_apart = !control_windows_.empty();
   control_ = std::make_unique<comm::Control>(
       group, is_apart ? control_windows_ : memory_.block()->windows, setup.what);
+}
+
+SharedWindow::SharedWindow(const Setup& setup, base::Deadline deadline)
+    : communicator_(setup.communicator) {
+  comm::Group& group = communicator_->group();
+  control_windows_ = group.share_windows(comm::Control::bytes(group.num_ranks()), deadline);
+  control_ = std::make_unique<comm::Control>(group, control_windows_, setup.what);
 }
 
 const base::Mapping& SharedWindow::own_control() const noexcept {
@@ -40,10 +47,11 @@ void SharedWindow::leave() noexcept {
 void SharedWindow::close(base::Deadline deadline) {
   leave();
   control_->wait_all_left(deadline);
+  if (!allocator_) return;
   // A window that somebody still looks at is not handed out again: it goes with its last view.
-  if (memory_.block().use_count() == 1) allocator_.free(memory_);
+  if (memory_.block().use_count() == 1) allocator_->free(memory_);
   memory_ = SymmetricMemory();
-  if (owns_allocator_) allocator_.trim();
+  if (owns_allocator_) allocator_->trim();
 }
 
 SharedChannel make_channel(const Setup& setup, std::int64_t bytes, base::Deadline deadline) {

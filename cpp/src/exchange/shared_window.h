@@ -25,17 +25,19 @@ class SharedWindow {
   /// Collective. From the allocator of `setup`, where one is given; zero in the first `zero_bytes`.
   SharedWindow(const Setup& setup, std::int64_t bytes, std::int64_t zero_bytes,
                base::Deadline deadline);
+  /// Collective. Control areas only, in windows of their own: no memory, no bases.
+  SharedWindow(const Setup& setup, base::Deadline deadline);
   ~SharedWindow();
   SharedWindow(const SharedWindow&) = delete;
   SharedWindow& operator=(const SharedWindow&) = delete;
 
   comm::Control& control() const noexcept { return *control_; }
-  /// Starts of all ranks' windows; index = rank.
+  /// Starts of all ranks' windows; index = rank. Empty where there are control areas only.
   const std::vector<std::byte*>& bases() const noexcept { return bases_; }
   /// Keeps the windows mapped while held. Empty after `close`.
   const SymmetricMemory& memory() const noexcept { return memory_; }
-  Allocator& allocator() noexcept { return allocator_; }
-  /// On a GPU: this rank's control area.
+  Allocator& allocator() noexcept { return *allocator_; }
+  /// Where control areas have windows of their own: this rank's control area.
   const base::Mapping& own_control() const noexcept;
   /// Tells the peers that this rank uses the windows no more. Idempotent, never waits.
   void leave() noexcept;
@@ -45,11 +47,11 @@ class SharedWindow {
 
  private:
   std::shared_ptr<Communicator::Impl> communicator_;
-  Allocator allocator_;
-  bool owns_allocator_;
+  std::optional<Allocator> allocator_;  // none where there are control areas only
+  bool owns_allocator_ = false;
   SymmetricMemory memory_;
   std::vector<std::byte*> bases_;
-  comm::Windows control_windows_;  // on a GPU
+  comm::Windows control_windows_;  // on a GPU, or of control areas only
   std::unique_ptr<comm::Control> control_;
   bool left_ = false;
 };

@@ -76,6 +76,7 @@ class DeviceBackend {
   // Phases. @throws CudaFailure  a launch was refused; nothing was enqueued.
   virtual void signal(const DeviceSignalParams& params, Stream stream) = 0;
   virtual void dispatch_send(const DeviceDispatchSendParams& params, Stream stream) = 0;
+  virtual void compact_rows(const DeviceCompactParams& params, Stream stream) = 0;
   virtual void arrange(const DeviceArrangeParams& params, Stream stream) = 0;
   virtual void describe_rows(const DeviceDescribeParams& params, Stream stream) = 0;
   virtual void combine_send(const DeviceCombineSendParams& params, Stream stream) = 0;

@@ -80,9 +80,18 @@ struct TileWords {
 /// Rows of a tile at most; n rows are at most b + ceil(n / 32) tiles of a grid of b blocks.
 constexpr int kTileRows = 32;
 
+/// How rows and flags get to the peers.
+enum class DeviceRoute : std::uint8_t {
+  kWindows,  // kernels store to the peers' windows and load from them
+  kBlocks,   // collectives carry the blocks of a staging window: block r goes to rank r, or came
+             // from there; every other rank's window is that one
+  kGather,   // likewise, but what every rank gets of a dispatch is all tokens of all others
+};
+
 /// What every phase of a round knows.
 struct DeviceRound {
   std::byte* const* windows;       // in [R] all ranks' windows, as this device reaches them
+  std::byte* staging;              // kGather: where all tokens are gathered, built as a window
   const std::int32_t* rank_of;     // in [E] which rank hosts an expert
   const std::int32_t* local_of;    // in [E] its number there
   const std::int32_t* copy_begin;  // in [num_logical + 1] into copies; null: no replicas
@@ -105,12 +114,13 @@ struct DeviceRound {
   std::int32_t num_local_experts;
   std::int32_t top_k;
   std::int32_t slot_index;
+  DeviceRoute route;
 };
 
 /// The flags of one phase. `fields` lacks what kernels fill in: epoch, generation, both counts,
 /// placement_version, mask_digest and sent_ns.
 struct DeviceFlags {
-  std::int64_t offset;  // of the phase's lines [R], by source, in every window
+  std::int64_t offset;  // of the phase's lines [R], by source, in every window (staging: by reader)
   FlagFields fields;
   DevicePhase phase;
 };
@@ -137,7 +147,7 @@ struct DevicePayload {
   const std::byte* rows;  // in [T, row_bytes], row_stride_bytes apart; the caller's memory
   std::int64_t row_stride_bytes;
   std::int64_t row_bytes;
-  std::int64_t region_offset;        // from the store's base; row (this rank, i) at rank * m + i
+  std::int64_t region_offset;        // from the store's base; row i at block * m + i (DeviceRoute)
   std::int64_t region_stride_bytes;  // between rows of the region
   std::int32_t unit;                 // 16, 8, 4, 2 or 1: divides all of these and `rows` itself
 };
@@ -169,13 +179,34 @@ struct DeviceDispatchSendParams {
   TileWords tiles;
 };
 
-/// One payload that is copied from the order of sources to that of experts.
+/// One payload that is copied from one order of rows to another.
 struct DeviceExpansion {
-  const std::byte* source;  // in, row (r, i) at r * m + i; own window
-  std::byte* target;        // out, row (l, i) at l * R * m + i
+  const std::byte* source;  // in, row (r, i) at r * m + i; own window, or staging
+  std::byte* target;        // out, row (l, i) at l * R * m + i, or as in `source`
   std::int64_t row_bytes;
   std::int64_t stride_bytes;  // between rows of both
   std::int32_t unit;          // as in DevicePayload
+};
+
+/// Of the tokens of all ranks, keep those that name an expert of this one: what a dispatch over
+/// kGather does once all have come.
+struct DeviceCompactParams {
+  DeviceRound round;
+  const std::int32_t* token_counts;  // in [R] every rank's T
+  // Staged: token (r, i) at r * m + i. Out, in the own window: row (r, i) at r * m + i.
+  const std::int32_t* staged_ids;  // in [R, m, K]
+  const float* staged_weights;     // in [R, m, K]; null: none came
+  std::int32_t* topk_ids;          // out [R, m, K]
+  float* topk_weights;             // out [R, m, K]
+  std::int32_t* source_tokens;     // out [R, m]
+  // Along an earlier routing no indices came, and its own say which tokens to keep; else null.
+  const std::int32_t* routed_counts;  // in [R]
+  const std::int32_t* routed_tokens;  // in [R, m]
+  std::int32_t* rank_counts;          // out [R] rows from each rank
+  std::int32_t* num_rows;             // out [1] sum of rank_counts
+  std::int32_t num_payloads;
+  DeviceExpansion payloads[kMaxDevicePayloads];  // from (r, token) to (r, row)
+  TileWords tiles;
 };
 
 /// Give what came in its layout. Each part is done where its pointer is not null.

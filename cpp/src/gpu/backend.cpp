@@ -192,6 +192,9 @@ class Backend final : public exec::DeviceBackend {
   void dispatch_send(const exec::DeviceDispatchSendParams& params, exec::Stream stream) override {
     launch(gpu::dispatch_send, params, stream, "launch of dispatch_send");
   }
+  void compact_rows(const exec::DeviceCompactParams& params, exec::Stream stream) override {
+    launch(gpu::compact_rows, params, stream, "launch of compact_rows");
+  }
   void arrange(const exec::DeviceArrangeParams& params, exec::Stream stream) override {
     launch(gpu::arrange, params, stream, "launch of arrange");
   }

@@ -86,6 +86,8 @@ void walk_device_slot(const AllToAllConfig& config, Workspace& w, Cursor& slot) 
   d.tile_columns = std::max(w.num_ranks, w.max_local_experts);
   d.num_tiles = kMaxDeviceBlocks + (received + kDeviceTileRows - 1) / kDeviceTileRows;
   d.tiles_offset = slot.take(d.tile_columns * d.num_tiles * 8);
+  const bool shows_all = config.strategy == Strategy::kBroadcast;
+  d.scratch_offset = slot.take(shows_all ? received * w.rows_per_token * w.wire_row_bytes : 0);
 }
 
 /// What the kernels of all slots share.
@@ -106,7 +108,8 @@ void walk_device_tables(Workspace& w, Cursor& local) {
 void walk_local_slot(const AllToAllConfig& config, Workspace& w) {
   Cursor slot;
   const bool by_expert = is_per_expert(config.layout);
-  const bool gathered = gathers(config.strategy);
+  // On a GPU every token's indices lie among the staged rows.
+  const bool gathered = gathers(config.strategy) && config.device == DeviceType::kCpu;
   const bool flat_copy = config.layout == Layout::kFlat && !stores_flat(config);
   const std::int64_t tokens = w.num_ranks * w.max_tokens_per_rank;
   const std::int64_t rows = w.max_layout_rows;
@@ -287,8 +290,11 @@ Workspace walk_workspace(const AllToAllConfig& config, int num_ranks, int max_lo
   w.slot_stride = w.store.bytes;
   const std::int64_t slots = w.slot_stride * w.max_in_flight;
   Cursor local;
+  const bool is_on_gpu = config.device == DeviceType::kGpu;
   if (kind == StoreKind::kPrivate) {
+    if (is_on_gpu) w.flags_offset = local.take(w.flags_stride * w.max_in_flight);
     w.slot_offset = local.take(slots);
+    if (is_on_gpu) w.device.staging_offset = local.take(local.position());
     w.block_offset = base::align_up(control_bytes, kRegionAlignment);
     w.symmetric_bytes = w.block_offset + w.block_stride * w.max_in_flight;
   } else {
@@ -306,7 +312,7 @@ Workspace walk_workspace(const AllToAllConfig& config, int num_ranks, int max_lo
     w.symmetric_bytes = window.position();
   }
   w.local_slot_offset = local.take(w.local_slot_stride * w.max_in_flight);
-  if (kind == StoreKind::kPrivate) {
+  if (kind == StoreKind::kPrivate && !is_on_gpu) {
     w.local_scratch_bytes = scratch_bytes(config, w);
     w.local_scratch_offset = local.take(w.local_scratch_bytes);
     std::int64_t per_token = std::min(num_ranks, config.top_k);
@@ -316,7 +322,7 @@ Workspace walk_workspace(const AllToAllConfig& config, int num_ranks, int max_lo
     w.local_mine_offset =
         local.take(w.max_tokens_per_rank * per_token * w.rows_per_token * w.wire_row_bytes);
   }
-  if (config.device == DeviceType::kGpu) walk_device_tables(w, local);
+  if (is_on_gpu) walk_device_tables(w, local);
   w.local_bytes = local.position();
   return w;
 }

@@ -54,6 +54,10 @@ struct DeviceRegions {
   std::int64_t copy_begin_offset = 0;  // [E + 1]
   std::int64_t copies_offset = 0;      // [E]
   std::int64_t is_active_offset = 0;   // [R]
+  // Where rows travel by collectives: flags and slots once more, as far from the own ones, for what
+  // goes to the peers and what came home.
+  std::int64_t staging_offset = 0;
+  std::int64_t scratch_offset = 0;  // broadcast: from the start of a private slot, combine rows
 };
 
 /// Targets of a token and pairs of a received row at most.
@@ -70,7 +74,8 @@ constexpr int max_pairs(int top_k, int max_local_experts) noexcept {
 ///
 /// A window (symmetric memory) is: control area (none on a GPU), flags, then, for one_sided and
 /// low_latency, `max_in_flight` slots. A slot is a store. The strategies over collectives or
-/// channels have their slots at the start of the private memory, whose other parts follow; of
+/// channels have their slots (on a GPU flags and slots, twice) at the start of the private memory,
+/// whose other parts follow; of
 /// layout gathered peers reach a block per slot as well. high_throughput keeps the stores of its
 /// slots in symmetric memory of their own, which grows with the rows received.
 struct Workspace {

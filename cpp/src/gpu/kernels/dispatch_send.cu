@@ -150,38 +150,57 @@ __device__ inline std::byte* store_of(const exec::DeviceRound& round, const Know
 /// Row of the regions on `rank` where this rank's row `place` lies.
 __device__ inline std::int64_t row_on(const exec::DeviceRound& round, int rank,
                                       std::int32_t place) {
-  const int source = has(Fault::kRowsOfReader) ? rank : round.rank;
-  return source * round.round_max_tokens + place;
+  const bool is_staged =
+      round.route == exec::DeviceRoute::kBlocks && !has(Fault::kStagesInOwnBlock);
+  const int block = is_staged || has(Fault::kRowsOfReader) ? rank : round.rank;
+  return block * round.round_max_tokens + place;
 }
 
-/// One warp: ids, weights and number of a token, to all its targets.
+/// Where a row goes: a store, and the row of its regions.
+struct Destination {
+  std::byte* store;
+  std::int64_t row;
+};
+
+/// How many a token has: one of its own where all are gathered.
+__device__ inline int num_destinations(const Params& p, const TileRows& rows, int row) {
+  return p.round.route == exec::DeviceRoute::kGather ? 1 : rows.num_targets[row];
+}
+
+__device__ inline Destination destination_of(const Params& p, const Known& known, const Tile& tile,
+                                             const TileRows& rows, int row, int number) {
+  if (p.round.route == exec::DeviceRoute::kGather) {
+    return {p.round.staging + p.round.store_offset,
+            p.round.rank * p.round.round_max_tokens + tile.first + row};
+  }
+  const int target = row * max_targets(p) + number;
+  const int rank = rows.ranks[target];
+  return {store_of(p.round, known, rank), row_on(p.round, rank, rows.places[target])};
+}
+
+/// One warp: ids, weights and number of a token, to all its destinations.
 __device__ inline void push_indices(const Params& p, const Known& known, const Tile& tile,
                                     const TileRows& rows, int row) {
   const int top_k = p.round.top_k;
-  const int num_targets = rows.num_targets[row];
+  const int num = num_destinations(p, rows, row);
   const std::int32_t token = tile.first + row;
-  for (int at = static_cast<int>(lane_id()); at < num_targets * top_k; at += 32) {
-    const int target = row * max_targets(p) + at / top_k;
+  for (int at = static_cast<int>(lane_id()); at < num * top_k; at += 32) {
     const int k = at % top_k;
-    const int rank = rows.ranks[target];
-    std::byte* const store = store_of(p.round, known, rank);
-    const std::int64_t to = row_on(p.round, rank, rows.places[target]) * top_k + k;
-    reinterpret_cast<std::int32_t*>(store + p.topk_ids_offset)[to] = rows.ids[row * top_k + k];
+    const Destination to = destination_of(p, known, tile, rows, row, at / top_k);
+    reinterpret_cast<std::int32_t*>(to.store + p.topk_ids_offset)[to.row * top_k + k] =
+        rows.ids[row * top_k + k];
     if (p.topk_weights != nullptr) {
-      reinterpret_cast<float*>(store + p.topk_weights_offset)[to] =
+      reinterpret_cast<float*>(to.store + p.topk_weights_offset)[to.row * top_k + k] =
           p.topk_weights[token * p.weights_stride + k];
     }
   }
-  for (int i = static_cast<int>(lane_id()); i < num_targets; i += 32) {
-    const int target = row * max_targets(p) + i;
-    const int rank = rows.ranks[target];
-    auto* const tokens =
-        reinterpret_cast<std::int32_t*>(store_of(p.round, known, rank) + p.source_token_offset);
-    tokens[row_on(p.round, rank, rows.places[target])] = token;
+  for (int i = static_cast<int>(lane_id()); i < num; i += 32) {
+    const Destination to = destination_of(p, known, tile, rows, row, i);
+    reinterpret_cast<std::int32_t*>(to.store + p.source_token_offset)[to.row] = token;
   }
 }
 
-/// One warp: one segment of a token's row, to all its targets.
+/// One warp: one segment of a token's row, likewise.
 __device__ inline void push_segment(const Params& p, const Known& known,
                                     const exec::DevicePayload& payload, const Tile& tile,
                                     const TileRows& rows, int row, int segment) {
@@ -189,15 +208,14 @@ __device__ inline void push_segment(const Params& p, const Known& known,
   const std::byte* const from =
       payload.rows + (std::int64_t{tile.first} + row) * payload.row_stride_bytes + skipped;
   const int bytes = segment_bytes(payload.row_bytes, segment);
-  const int num_targets = rows.num_targets[row];
-  for (int first = 0; first < num_targets; first += 32) {
-    const int num = min(32, num_targets - first);
+  const int num_all = num_destinations(p, rows, row);
+  for (int first = 0; first < num_all; first += 32) {
+    const int num = min(32, num_all - first);
     std::byte* to = nullptr;
     if (static_cast<int>(lane_id()) < num) {
-      const int target = row * max_targets(p) + first + static_cast<int>(lane_id());
-      const int rank = rows.ranks[target];
-      to = store_of(p.round, known, rank) + payload.region_offset +
-           row_on(p.round, rank, rows.places[target]) * payload.region_stride_bytes + skipped;
+      const Destination place =
+          destination_of(p, known, tile, rows, row, first + static_cast<int>(lane_id()));
+      to = place.store + payload.region_offset + place.row * payload.region_stride_bytes + skipped;
     }
     copy_segment(from, to, num, bytes, payload.unit);
   }
@@ -234,7 +252,8 @@ __device__ inline void tell_dropped_ids(const exec::DeviceRound& round) {
 }
 
 /// Any grid. Blocks take tiles of at most 32 tokens: read their ids, agree with the other blocks on
-/// the tokens' rows (tiles.cuh), push what travels straight into the targets' windows. The last
+/// the tokens' rows (tiles.cuh), push what travels straight into the targets' windows or to where
+/// collectives take it from (exec::DeviceRoute). The last
 /// block to end begins the slot's next epoch, raises this rank's flags (after all blocks' rows:
 /// flags.cuh) and, if `waits`, waits for those of the peers; no other block waits for a peer.
 /// It also leaves the counters of the slot at 0; nothing else needs resetting.

@@ -24,6 +24,7 @@ enum class Fault : int {
   kAnyEpoch,              // any epoch but zero is taken for the one that is waited for
   kSkipsLastPeer,         // the last peer is not waited for
   kEpochBeforeWords,      // the epoch is stored before the words of the line
+  kStagesInOwnBlock,      // what collectives carry to a peer is staged in the block of this rank
   // tiles.cuh
   kNoBarrierBetweenTiles,  // a tile is begun while threads still work at the one before
   kTagWithoutEpoch,        // counts of earlier rounds are taken for this round's
@@ -41,6 +42,9 @@ enum class Fault : int {
   kEveryBlockAnnounces,  // flags are raised by a block that is not the last
   kCountersStay,         // the next kernel finds no tile left
   kTokensOfWord,         // a token count on the device is taken for more than the rows given
+  // compact_rows.cu
+  kKeepsBehindTokens,    // rows behind a rank's tokens are looked at
+  kCompactCountersStay,  // the next kernel finds no tile left
   // arrange.cu
   kPadsLastRow,             // the ids of each source's last row are overwritten
   kNoBarrierBeforeRepeats,  // experts of rows are compared while they are written

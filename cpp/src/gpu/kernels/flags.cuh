@@ -101,6 +101,14 @@ __device__ inline std::uint64_t* line_of(const Known& known, const exec::DeviceF
   return lines + std::ptrdiff_t{source} * exec::kFlagWords;
 }
 
+/// Where this rank writes its line for `peer`.
+__device__ inline std::uint64_t* line_to(const exec::DeviceRound& round, const Known& known,
+                                         const exec::DeviceFlags& flags, int peer) {
+  const bool is_staged = round.route == exec::DeviceRoute::kBlocks;
+  return line_of(known, flags, peer,
+                 is_staged && !has(Fault::kStagesInOwnBlock) ? peer : round.rank);
+}
+
 /// The epoch of the combine under way, or of the release, of the slot's round; as
 /// exchange::Slot::combine_epoch.
 __device__ inline std::uint64_t combine_epoch(const Known& known) {
@@ -118,16 +126,18 @@ __device__ inline exec::FlagFields fields_of(const Known& known, const exec::Dev
   return fields;
 }
 
-/// Raises this rank's flag in every active peer's window. All threads of one block call it, behind
-/// a barrier that all the announced writes have passed. `rows_per_rank` [R] may be null.
+/// Raises this rank's flag in every active peer's window; where all ranks get the same, in its own,
+/// from where it is carried. All threads of one block call it, behind a barrier that all the
+/// announced writes have passed. `rows_per_rank` [R] may be null.
 __device__ inline void announce(const exec::DeviceRound& round, const Known& known,
                                 const exec::DeviceFlags& flags, std::uint64_t epoch,
                                 const std::int32_t* rows_per_rank, std::int32_t num_tokens) {
   exec::FlagFields fields = fields_of(known, flags, epoch);
   fields.num_tokens = static_cast<std::uint32_t>(num_tokens);
+  const bool is_gathered = round.route == exec::DeviceRoute::kGather;
   for (int peer = static_cast<int>(threadIdx.x); peer < round.num_ranks; peer += kThreads) {
-    if (peer == round.rank || !known.is_active[peer]) continue;
-    std::uint64_t* const line = line_of(known, flags, peer, round.rank);
+    if ((peer == round.rank) != is_gathered || !known.is_active[peer]) continue;
+    std::uint64_t* const line = line_to(round, known, flags, peer);
     fields.num_rows =
         rows_per_rank == nullptr ? 0 : static_cast<std::uint32_t>(rows_per_rank[peer]);
     fields.sent_ns = static_cast<std::int64_t>(globaltimer_ns());
@@ -183,7 +193,15 @@ __device__ inline bool has_arrived(const std::uint64_t* line, std::uint64_t epoc
   return seen == epoch || (has(Fault::kAnyEpoch) && seen != 0);
 }
 
-/// Waits for `peer`'s flag; false when it did not come, or says another thing than this rank's.
+__device__ inline exec::FlagFields read_line(const std::uint64_t* line, std::uint64_t epoch) {
+  std::uint64_t words[exec::kFlagWords];
+  words[0] = epoch;
+  for (int i = 1; i < exec::kFlagWords; ++i) words[i] = ld_relaxed_sys(line + i);
+  return exec::flag_fields(words);
+}
+
+/// Waits for `peer`'s flag; false when it did not come, or says another thing than this rank's. A
+/// collective has brought what the peer has: there is nothing to wait for.
 __device__ inline bool await_peer(const exec::DeviceRound& round, const Known& known,
                                   const exec::DeviceFlags& flags, const exec::FlagFields& mine,
                                   int peer, exec::FlagFields* got) {
@@ -191,6 +209,11 @@ __device__ inline bool await_peer(const exec::DeviceRound& round, const Known& k
   const std::uint64_t* const line = line_of(known, flags, round.rank, peer);
   const std::uint64_t start = globaltimer_ns();
   for (unsigned look = 1; !has_arrived(line, mine.epoch); ++look) {
+    if (round.route != exec::DeviceRoute::kWindows) {
+      const exec::FlagFields other = read_line(line, ld_relaxed_sys(line));
+      fail(round, flags, exec::DeviceFailure::kDiffers, peer, mine, other);
+      return false;
+    }
     if (look % kLooks == 0) {
       if (ld_relaxed_gpu(&round.control->has_failed) != 0) return false;
       if (ld_relaxed_sys(round.abort_any) == 1 + mine.generation) {
@@ -203,10 +226,7 @@ __device__ inline bool await_peer(const exec::DeviceRound& round, const Known& k
       return false;
     }
   }
-  std::uint64_t words[exec::kFlagWords];
-  words[0] = mine.epoch;
-  for (int i = 1; i < exec::kFlagWords; ++i) words[i] = ld_relaxed_sys(line + i);
-  *got = exec::flag_fields(words);
+  *got = read_line(line, mine.epoch);
   if (agree(mine, *got)) return true;
   fail(round, flags, exec::DeviceFailure::kDiffers, peer, mine, *got);
   return false;

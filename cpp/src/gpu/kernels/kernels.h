@@ -31,6 +31,8 @@ cudaError_t signal(const exec::DeviceSignalParams& params, LaunchLimits limits,
                    cudaStream_t stream);
 cudaError_t dispatch_send(const exec::DeviceDispatchSendParams& params, LaunchLimits limits,
                           cudaStream_t stream);
+cudaError_t compact_rows(const exec::DeviceCompactParams& params, LaunchLimits limits,
+                         cudaStream_t stream);
 cudaError_t arrange(const exec::DeviceArrangeParams& params, LaunchLimits limits,
                     cudaStream_t stream);
 cudaError_t describe_rows(const exec::DeviceDescribeParams& params, LaunchLimits limits,

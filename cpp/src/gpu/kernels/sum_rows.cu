@@ -15,8 +15,9 @@ constexpr int kUnits = 2;
 __device__ const std::byte* pulled_row(const exec::DeviceSumParams& p, const Known& known,
                                        std::int32_t rank, std::int64_t row) {
   const exec::DeviceRound& round = p.round;
-  const std::int64_t at = round.rank * round.round_max_tokens * p.rows_per_token + row +
-                          (has(Fault::kPullsNextRow) ? 1 : 0);
+  const int block = round.route == exec::DeviceRoute::kWindows ? round.rank : rank;
+  const std::int64_t at =
+      block * round.round_max_tokens * p.rows_per_token + row + (has(Fault::kPullsNextRow) ? 1 : 0);
   return known.windows[rank] + round.store_offset + p.combine_offset + at * p.row_bytes;
 }
 

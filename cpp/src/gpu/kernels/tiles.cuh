@@ -50,7 +50,7 @@ __device__ inline bool take_tile(exec::DeviceSlot* slot, std::int32_t num_rows, 
 }
 
 /// The kernels that share the words of one slot.
-enum class TileUse : std::uint32_t { kDispatch = 1, kArrange = 2 };
+enum class TileUse : std::uint32_t { kDispatch = 1, kArrange = 2, kCompact = 3 };
 
 /// What the words of one kernel are known by.
 struct TileTag {
