@@ -180,6 +180,7 @@ class _State(threading.local):
     streams: list[Stream] = []  # noqa: RUF012
     errors: list[Exception] = []  # noqa: RUF012
     kept: list[Any] = []  # noqa: RUF012
+    arenas: dict[int, list[Any]] = {}  # noqa: RUF012
     is_on = False
 
     def __init__(self) -> None:
@@ -246,11 +247,21 @@ def _runs(raw: Any) -> Iterator[tuple[int, int]]:
 # --- Memory ------------------------------------------------------------------------------------
 
 
+_ARENA_BYTES = 1 << 20
+
+
 def allocate(shape: Any, stride: Any, dtype: Any, index: int) -> CudaTensor:
-    """Memory of the device, which nobody has written."""
+    """Memory of the device, which nobody has written; in a capture of a block set aside for it."""
     sizes = [(size - 1) * step for size, step in zip(shape, stride, strict=True)]
-    count = 1 + sum(sizes) if all(shape) else 1
-    array = _core.simulator.empty(count * dtype.itemsize, index)
+    num_bytes = (1 + sum(sizes) if all(shape) else 1) * dtype.itemsize
+    arena = _State.arenas.setdefault(index, [])
+    if not arena:
+        arena.append(_core.simulator.empty(_ARENA_BYTES, index))
+    if current_stream(index).is_capturing:
+        array, arena[0] = arena[0][:num_bytes], arena[0][-(-num_bytes // 512) * 512 :]
+        assert len(array) == num_bytes, "the arena is used up"
+    else:
+        array = _core.simulator.empty(num_bytes, index)
     raw = torch.from_numpy(array).view(dtype).as_strided(list(shape), list(stride))
     _state.kept.append(array)
     return CudaTensor(raw, index)
@@ -406,9 +417,7 @@ def _stream_of(kind: int, device: int, out: Any) -> int:
 
 _api = ExchangeApi(1, 3, None, None, None, None, TensorOf(_fill), StreamOf(_stream_of))
 _api_name = b"dlpack_exchange_api"  # which the capsule borrows
-CudaTensor.__dlpack_c_exchange_api__ = new_capsule(
-    ctypes.addressof(_api), _api_name, None
-)
+CudaTensor.__dlpack_c_exchange_api__ = new_capsule(ctypes.addressof(_api), _api_name, None)
 
 _from_dlpack = torch.utils.dlpack.from_dlpack
 
@@ -447,6 +456,7 @@ def torch_with_cuda(monkeypatch: Any, num_devices: int = 1) -> Iterator[None]:
     finally:
         _State.is_on = False
         _state.current.clear()
+        _State.arenas.clear()
         for kept in (_State.streams, _State.errors, _State.kept):
             kept.clear()
 

@@ -136,8 +136,6 @@ def combine(
     payload_in_workspace: bool,
     output_dtype: Any,
     output: Any,
-    *,
-    release: bool,
 ) -> Any:
     """Check results and output, combine, and give the output."""
     if output_dtype not in (None, payload.dtype):
@@ -153,7 +151,7 @@ def combine(
                 "payload: tensor pointer mismatch: payload_in_workspace=True expects the tensor "
                 "that the workspace gives for results of this shape and type, got another"
             )
-    opened.combine(payload, output, release=release)
+    opened.combine(payload, output)
     kept.combined()
     return output
 

@@ -4,10 +4,14 @@
 A workspace names a group of ranks: those of its ``MnnvlMemory``, or, where the caller allocated it,
 ranks that are threads of this process (on a GPU also one thread that runs every rank in turn).
 Its bytes hold counters and routing tables; received rows and results lie in memory of Fanfold's,
-which the functions find by the workspace. They are valid until the next dispatch on it.
+which the functions find by the workspace. Received rows are valid until the last combine of their
+dispatch, the place for results until the next dispatch.
 
 Every call is made by all ranks, masked ones excepted, in the same order; on the CPU it runs and
-waits on the calling thread, on a GPU it is enqueued on torch's current stream.
+waits on the calling thread, on a GPU it is enqueued on torch's current stream. There it may be
+captured into a graph after one round outside has made the memory; epochs that replays leave in the
+workspace are those of the capture. The counters are made by some twenty small kernels a call, which
+the class leaves out as long as nobody reads ``workspace``.
 """
 
 from __future__ import annotations
@@ -136,7 +140,7 @@ def moe_a2a_dispatch(
     Returns:
         Received rows of each payload, ``[ep_size, m, ...]``; the name of the results' bytes for
         ``moe_a2a_wrap_payload_tensor_in_workspace`` and ``moe_a2a_combine``; and the statistics
-        ``[ep_size, n]``, or None. Valid until the next dispatch.
+        ``[ep_size, n]``, or None. Valid until the last combine.
 
     Raises:
         Refused, InvalidArgument: something does not fit; nothing was sent.
@@ -164,9 +168,8 @@ def moe_a2a_dispatch(
     if kept.own is not None:
         kept.own.end()
         kept.own = None
-    opened = kept.exchanges.open(call)
+    opened = kept.open(call)
     kept.own = opened
-    kept.begin(opened)
     kept.write_counters(workspace)
     return opened.payloads, kept.combine_offset(), opened.stats
 
@@ -207,8 +210,8 @@ def moe_a2a_combine(
 
     The rows are already weighted and summed over a rank's experts. Sums are taken in float32,
     ranks ascending, and rounded once; a token without an expert becomes zeros. FP8 results give
-    FP8 sums, where FlashInfer writes past its output. The round stays open: combine may be called
-    again, until the next dispatch.
+    FP8 sums, where FlashInfer writes past its output. Combine may be called again until the next
+    dispatch, by all ranks; the ids then travel once more.
 
     Args:
         payload: ``[ep_size, m, H]`` float32, float16, bfloat16 or float8_e4m3fn, only read.
@@ -257,9 +260,7 @@ def moe_a2a_combine(
             opened.call.active,
         ),
     )
-    out = checks.combine(
-        kept, opened, payload, payload_in_workspace, output_dtype, output, release=False
-    )
+    out = checks.combine(kept, opened, payload, payload_in_workspace, output_dtype, output)
     kept.write_counters(workspace)
     return out
 

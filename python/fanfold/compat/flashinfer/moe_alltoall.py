@@ -280,8 +280,7 @@ class MoeAlltoAll:
             stats=eplb_local_stats,
         )
         checks.check_dispatch(self._kept, call)
-        opened = self._kept.exchanges.open(call)
-        self._kept.begin(opened)
+        opened = self._kept.open(call)
         self._round = opened
         self._stats = opened.stats
         if invalid_token_expert_id is not None and index is not None:
@@ -342,14 +341,9 @@ class MoeAlltoAll:
             payload.numel() * payload.element_size(),
         )
         out = checks.combine(
-            self._kept,
-            opened,
-            payload,
-            payload_in_workspace,
-            output_dtype,
-            output,
-            release=True,
+            self._kept, opened, payload, payload_in_workspace, output_dtype, output
         )
+        opened.end()
         self._round = None
         self._stats = None
         return out

@@ -266,7 +266,8 @@ class RankMajorExchange:
         if expert_output.dim() == 2 and expert_output.shape[0] == rows:
             expert_output = expert_output.unflatten(0, (self.num_ranks, -1))
         output = checks.checked_output(opened, expert_output, output)
-        opened.combine(expert_output, output, release=True)
+        opened.combine(expert_output, output)
+        opened.end()
         self._round = None
         return output
 
