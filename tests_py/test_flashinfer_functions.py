@@ -29,6 +29,7 @@ from support.flashinfer_rounds import (
 import fanfold
 from fanfold.compat import flashinfer
 from fanfold.compat.flashinfer import exchanges
+from fanfold.compat.flashinfer.workspaces import WORKSPACES
 
 
 @pytest.fixture(autouse=True)
@@ -298,6 +299,36 @@ def test_combine_of_rows_with_an_adapter_of_their_own(
 @pytest.mark.parametrize("zero_copy", [False, True])
 def test_combine_of_other_types(dtype: Any, zero_copy: bool) -> None:
     run_combine((3, 7, 45, 3), zero_copy=zero_copy, dtype=dtype)
+
+
+def test_fp8_sums_are_rounded_once() -> None:
+    """272 + 2^-9 lies above the middle of two FP8 numbers, but float16 would round it to that."""
+    ranks, parts = Ranks(3, 1, 16), [256.0, 16.0, 2.0**-9]
+
+    def one(rank: Rank) -> None:
+        ids = torch.tensor([[0, 1, 2]], dtype=torch.int32)
+        views, offset, _ = rank.dispatch(ids, [torch.ones((1, 4), dtype=BF16)], 1, 3)
+        assert views[0].shape == (3, 1, 4)
+        y = torch.full((3, 1, 4), parts[rank.rank]).to(torch.float8_e4m3fn)
+        assert rank.combine(y, 1, 1, 3, offset).float().tolist() == [[288.0] * 4]
+
+    ranks.run(one)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+def test_results_of_the_payloads_type_lie_where_peers_read_them(dtype: Any) -> None:
+    ranks = Ranks(2, 2, 64)
+
+    def one(rank: Rank) -> None:
+        ids = torch.tensor([[0, 1], [1, 0]], dtype=torch.int32)
+        _, offset, _ = rank.dispatch(ids, [noise(rank.rank, (2, 8), dtype)], 2, 2)
+        opened = WORKSPACES.find(rank.workspace, rank.rank).own
+        assert opened is not None
+        place = rank.buffer(offset, 2, 8, dtype)
+        assert place.data_ptr() == opened.received.combine_buffer(8, dtype).data_ptr()
+        rank.combine(place.fill_(1), 2, 2, 2, offset, True)
+
+    ranks.run(one)
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 5, 7, 12, 14, 18, 21, 30])

@@ -118,7 +118,10 @@ def test_programs_pick_fanfold_by_name(moe_ep: Any, world: int, num_experts: int
         assert isinstance(communication, made)
         assert communication.params is params
         run_rounds(comm, communication, params)
+        slots = [slot for each in communication._exchanges._slots.values() for slot in each]
         communication.destroy()
+        assert slots
+        assert all(slot.exchange.is_closed for slot in slots)
 
     spawn_threads(world, one)
 
