@@ -113,8 +113,9 @@ TensorView HostCapture::join(const TensorView& topk_ids, const CaptureLayout& la
 
 void HostCapture::write(const Record& record) {
   Slot& slot = current(record.slot);
-  const std::vector<RowSpan> spans =
-      record.is_sink ? written_spans(record.ids, config().top_k, record.spans) : record.spans;
+  std::vector<RowSpan> written;
+  if (record.is_sink) written = written_spans(record.ids, config().top_k, record.spans);
+  const std::vector<RowSpan>& spans = record.is_sink ? written : record.spans;
   for (const RowSpan& span : spans) {
     if (!slot.rows.has_any(span.token, span.num_rows)) continue;
     write_again(record, spans);

@@ -20,7 +20,10 @@ class RowSet {
     return (words_[static_cast<std::size_t>(row / 64)] >> (row % 64) & 1U) != 0;
   }
   bool has_any(std::int64_t first, std::int64_t num_rows) const noexcept {
-    return count(first, num_rows) > 0;
+    std::uint64_t found = 0;
+    for_words(first, num_rows,
+              [&](std::size_t at, std::uint64_t mask) { found |= words_[at] & mask; });
+    return found != 0;
   }
   std::int64_t count(std::int64_t first, std::int64_t num_rows) const noexcept {
     std::int64_t sum = 0;
