@@ -37,16 +37,6 @@ def moe_a2a_active_rank_mask(active_ranks: Sequence[int], ep_size: int) -> Any:
     return torch().tensor(words, dtype=torch().uint64)
 
 
-def check_backend(backend: str) -> None:
-    """Only one of FlashInfer's backends has a counterpart here."""
-    if backend == "cake":
-        raise NotImplementedError(
-            'backend: "cake" names generated GPU kernels, which are not served; use "trtllm"'
-        )
-    if backend != "trtllm":
-        raise InvalidArgument(f'backend: expected "trtllm", got {backend!r}')
-
-
 def check_unquantised(scales: Any, scalar_scale: float, use_low_precision: bool) -> None:
     """Results travel and arrive as they are."""
     if scales is not None or scalar_scale != 1.0:

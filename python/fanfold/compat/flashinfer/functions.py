@@ -74,7 +74,7 @@ def attach(
     backend: str = "trtllm",
 ) -> Any:
     """As ``moe_a2a_initialize``; the workspace may have fewer bytes than it stands for."""
-    checks.check_backend(backend)
+    sizes.check_backend(backend)
     if workspace.dtype != torch().uint8 or workspace.dim() != 2 or workspace.shape[0] != ep_size:
         raise Refused(
             f"workspace: expected [{ep_size}, bytes] uint8, got {list(workspace.shape)} "
@@ -148,7 +148,7 @@ def moe_a2a_dispatch(
         PeerTimeout, PeerAborted, PeerLost: a rank is late or gone.
     """
     del enable_pdl, recv_view_cache
-    checks.check_backend(backend)
+    sizes.check_backend(backend)
     kept = _kept(workspace, metainfo, ep_rank, ep_size)
     if token_selected_experts.dim() != 2 or token_selected_experts.shape[1] != top_k:
         raise Refused(
@@ -238,7 +238,7 @@ def moe_a2a_combine(
         PeerTimeout, PeerAborted, PeerLost: a rank is late or gone.
     """
     del enable_pdl, sf_layout
-    checks.check_backend(backend)
+    sizes.check_backend(backend)
     kept = _kept(workspace, metainfo, ep_rank, ep_size)
     opened = kept.own
     if opened is None:
@@ -291,7 +291,7 @@ def moe_a2a_sanitize_expert_ids(
         InvalidArgument: the ids do not fit.
     """
     del enable_pdl
-    checks.check_backend(backend)
+    sizes.check_backend(backend)
     kept = _kept(workspace, metainfo, ep_rank, int(workspace.shape[0]))
     if kept.latest is None:
         raise CalledTooEarly("moe_a2a_sanitize_expert_ids: expected a dispatch before, got none")

@@ -71,8 +71,9 @@ class MoeAlltoAll:
     _cache_lock = threading.Lock()
 
     @classmethod
-    def _init_constants(cls) -> None:
+    def _init_constants(cls, backend: str = "trtllm") -> None:
         """Fill ``_METAINFO_INDEX``: names without their prefix -> indices."""
+        sizes.check_backend(backend)
         if cls._METAINFO_INDEX is None:
             cls._METAINFO_INDEX = dict(sizes.METAINFO_INDEX)
 
@@ -84,8 +85,11 @@ class MoeAlltoAll:
         hidden_size: int,
         extra_payload_bytes_per_token: int = 0,
         eplb_stats_num_experts: int = 0,
+        *,
+        backend: str = "trtllm",
     ) -> int:
         """Bytes per rank for 16-bit rows, ids, weights and further payload bytes."""
+        sizes.check_backend(backend)
         return sizes.moe_workspace_size_per_rank(
             ep_size,
             top_k,
@@ -104,6 +108,7 @@ class MoeAlltoAll:
         max_num_tokens: int,
         mapping: Any,
         eplb_stats_num_experts: int = 0,
+        *,
         backend: str = "trtllm",
     ) -> dict[str, Any]:
         """The workspace of these sizes and of the mapping's group. Collective where it is made.
@@ -157,7 +162,7 @@ class MoeAlltoAll:
         *,
         backend: str = "trtllm",
     ) -> None:
-        checks.check_backend(backend)
+        sizes.check_backend(backend)
         sizes.at_least("top_k", top_k, 1)
         sizes.at_least("num_experts", num_experts, 1)
         self._init_constants()
