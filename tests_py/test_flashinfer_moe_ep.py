@@ -185,8 +185,10 @@ def test_wrong_calls_are_named(moe_ep: Any) -> None:
     with pytest.raises(TypeError, match=r"options: expected comm_backend.*got \['lamport'\]"):
         create(comm, params, lamport=True)
     low = moe_ep.NVLinkOneSidedConfig(use_low_precision_combine=True, backend_name="fanfold")
-    with pytest.raises(NotImplementedError, match="FP8 without a scale"):
-        create(comm, params, low)
+    rounding = create(comm, params, low)
+    result = rounding.dispatch(x, torch.zeros((2, 1), dtype=torch.int32))
+    y = torch.full_like(result.hidden_states, 1.0625)
+    assert rounding.combine(y).tolist() == [[1.0] * 16] * 2
 
 
 def test_without_flashinfer_registering_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

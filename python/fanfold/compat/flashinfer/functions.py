@@ -221,8 +221,9 @@ def moe_a2a_combine(
         payload_in_workspace: ``payload`` lies where
             ``moe_a2a_wrap_payload_tensor_in_workspace`` says; nothing is copied.
         output_dtype: None or the payload's.
-        output_scales, output_scalar_scale, sf_layout, use_low_precision: quantised results are not
-            served.
+        output_scales, output_scalar_scale, sf_layout: quantised results are not served.
+        use_low_precision: round bfloat16 results to FP8 E4M3, saturated and without a scale, as
+            FlashInfer sends them; here they travel as bfloat16, so it saves nothing.
         output: ``[T, H]`` of the payload's dtype and device, contiguous; overwritten.
         enable_pdl: not used.
         enable_rank_mask, active_rank_mask: as dispatched.
@@ -245,7 +246,7 @@ def moe_a2a_combine(
         raise CalledTooEarly(
             "moe_a2a_combine: expected a dispatch on this workspace before, got none"
         )
-    checks.check_unquantised(output_scales, output_scalar_scale, use_low_precision)
+    checks.check_unquantised(output_scales, output_scalar_scale)
     _check_as_dispatched(
         opened,
         local_num_tokens=(local_num_tokens, opened.num_tokens),
@@ -260,7 +261,9 @@ def moe_a2a_combine(
             opened.call.active,
         ),
     )
-    out = checks.combine(kept, opened, payload, payload_in_workspace, output_dtype, output)
+    out = checks.combine(
+        kept, opened, payload, payload_in_workspace, output_dtype, output, use_low_precision
+    )
     kept.write_counters(workspace)
     return out
 

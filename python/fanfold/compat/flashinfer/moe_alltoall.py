@@ -315,8 +315,9 @@ class MoeAlltoAll:
             payload_in_workspace: ``payload`` is what ``get_combine_payload_tensor_in_workspace``
                 gave; nothing is copied.
             output_dtype: None or the payload's.
-            output_scales, output_scalar_scale, sf_layout, use_low_precision: quantised results are
-                not served.
+            output_scales, output_scalar_scale, sf_layout: quantised results are not served.
+            use_low_precision: round bfloat16 results to FP8 E4M3, saturated and without a scale, as
+                FlashInfer sends them; here they travel as bfloat16, so it saves nothing.
             output: ``[T, H]`` of the payload's dtype and device, contiguous; overwritten.
             active_rank_mask: as dispatched.
 
@@ -337,7 +338,7 @@ class MoeAlltoAll:
         opened = self._round
         if opened is None:
             raise CallOrder("combine called before successful dispatch")
-        checks.check_unquantised(output_scales, output_scalar_scale, use_low_precision)
+        checks.check_unquantised(output_scales, output_scalar_scale)
         self._check_rows(runtime_max_tokens_per_rank)
         if self._active(active_rank_mask) != opened.call.active:
             raise Refused("active_rank_mask: expected the mask of the dispatch")
@@ -346,7 +347,13 @@ class MoeAlltoAll:
             payload.numel() * payload.element_size(),
         )
         out = checks.combine(
-            self._kept, opened, payload, payload_in_workspace, output_dtype, output
+            self._kept,
+            opened,
+            payload,
+            payload_in_workspace,
+            output_dtype,
+            output,
+            use_low_precision,
         )
         opened.end()
         self._round = None
