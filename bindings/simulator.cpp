@@ -80,9 +80,9 @@ class Stream {
     };
     require(cudaLaunchHostFunc(stream_, run, function.ptr()), "cudaLaunchHostFunc");
   }
-  void touch(std::uintptr_t address, std::size_t bytes) const {
-    auto* const memory = reinterpret_cast<void*>(address);
-    require(cudaMemcpyAsync(memory, memory, bytes, cudaMemcpyDeviceToDevice, stream_),
+  void touch(const nb::ndarray<>& array) const {
+    void* const memory = array.data();
+    require(cudaMemcpyAsync(memory, memory, array.nbytes(), cudaMemcpyDeviceToDevice, stream_),
             "cudaMemcpyAsync");
   }
 
@@ -229,10 +229,9 @@ void bind_objects(nb::module_& m) {
           "call", &Stream::call, "function"_a,
           "Enqueues a function without arguments, which may be captured. Keep it until it has run\n"
           "for the last time; let it not raise.")
-      .def("touch", &Stream::touch, "address"_a, "num_bytes"_a,
-           "Enqueues what the checks take for a copy to this device memory, for bytes that a "
-           "called\n"
-           "function has written.");
+      .def("touch", &Stream::touch, "array"_a,
+           "Enqueues what the checks take for a copy to a contiguous array of device memory,\n"
+           "which a called function has written.");
   nb::class_<Graph>(m, "Graph", "Work that was captured.")
       .def("launch", &Graph::launch, "stream"_a, nb::call_guard<nogil>())
       .def_prop_ro("num_nodes", &Graph::num_nodes);
@@ -274,11 +273,8 @@ void bind_simulator(nb::module_& parent) {
         "Copies values into an array of device memory, both contiguous, by a copy that the checks\n"
         "see, and waits for it.");
   m.def(
-      "device_of",
-      [](std::uintptr_t address) {
-        return simulated_device_of(reinterpret_cast<const void*>(address));
-      },
-      "address"_a, "The device whose memory an address is; None: no device's.");
+      "device_of", [](const nb::ndarray<>& array) { return simulated_device_of(array.data()); },
+      "array"_a, "The device in whose memory an array begins; None: no device's.");
   m.def(
       "stream", [](int device) { return std::make_unique<Stream>(device); }, "device"_a = 0,
       "A new stream.");

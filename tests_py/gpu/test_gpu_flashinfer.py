@@ -85,9 +85,9 @@ def five(rank: int, tokens: int, ids: Any) -> list[Any]:
 
 def test_one_thread_runs_every_rank_over_streams() -> None:
     world, num_experts, top_k = 3, 7, 3
-    lanes = Lanes(world, 5, 14 + 48 + 4 + 10 + 4 * top_k)
+    lanes = Lanes(world, 3, 14 + 48 + 4 + 10 + 4 * top_k)
 
-    for step, limit in enumerate((5, 1, 4)):  # shrinks and grows
+    for step, limit in enumerate((3, 1, 2)):  # shrinks and grows
         counts = [(rank + step) % (limit + 1) for rank in range(world)]
 
         def ids_of(rank: int, counts: list[int] = counts, step: int = step) -> Any:

@@ -169,8 +169,8 @@ class Stream:
         _state.kept.append((guarded, written))
         self._stream.call(guarded)
         for raw in written:
-            for address, num_bytes in _runs(raw):
-                self._stream.touch(address, num_bytes)
+            for part in _runs(raw):
+                self._stream.touch(part.view(-1).view(torch.uint8))
 
 
 class _State(threading.local):
@@ -233,12 +233,12 @@ def use_stream(stream: Stream) -> Iterator[None]:
             _state.current[stream.index] = before
 
 
-def _runs(raw: Any) -> Iterator[tuple[int, int]]:
-    """Address and bytes of each contiguous part."""
+def _runs(raw: Any) -> Iterator[Any]:
+    """Its contiguous parts."""
     if raw.numel() == 0:
         return
     if raw.is_contiguous():
-        yield int(raw.data_ptr()), int(raw.numel() * raw.element_size())
+        yield raw
         return
     for part in raw.unbind(0):
         yield from _runs(part)
@@ -427,7 +427,8 @@ def from_dlpack(producer: Any, *args: Any, **kwargs: Any) -> Any:
     made = _from_dlpack(producer, *args, **kwargs)
     if not _State.is_on:
         return made
-    index = _core.simulator.device_of(made.untyped_storage().data_ptr())
+    whole = torch.empty(0, dtype=torch.uint8).set_(made.untyped_storage())
+    index = _core.simulator.device_of(whole)
     return made if index is None else CudaTensor(made, index)
 
 
