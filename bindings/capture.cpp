@@ -21,7 +21,6 @@ namespace fanfold::python {
 namespace {
 
 using namespace nanobind::literals;
-using Counts = std::vector<std::int64_t>;
 using nogil = nb::gil_scoped_release;
 
 void make_capture(RoutingCapture* self, int num_layers, int num_experts, int top_k,
@@ -44,11 +43,7 @@ void make_capture(RoutingCapture* self, int num_layers, int num_experts, int top
   config.source = std::move(source);
   config.device = gpu ? DeviceType::kGpu : DeviceType::kCpu;
   config.device_index = gpu.value_or(0);
-  if (comm != nullptr) {
-    config.gather = [comm](const TensorView& send, const TensorView& recv, const Counts& counts) {
-      comm->all_gather_v(send, recv, counts);
-    };
-  }
+  if (comm != nullptr) config.gather = gather_rows(*comm, config);
   const nogil released;
   new (self) RoutingCapture(config);
 }
@@ -235,7 +230,8 @@ Args:
         type where no expert has that id.
     layout: which rows are this rank's tokens; None: all. With ``sharded`` the call is collective:
         an id that is no expert is then an error on all ranks, any other wrong argument on the rank
-        that gave it only, and the others wait until the communicator's deadline.
+        that gave it only, and the others wait until the communicator's deadline. On a GPU the first
+        such call makes the memory: it waits for the others, and no graph capture may hold it.
     rows: rows that the layout is about; those behind are padding. None: all.
     source: the model that routes; must be the capture's own.
     overwrite: replace rows that this step recorded already. Otherwise they must be equal.
@@ -245,7 +241,8 @@ Raises:
     InvalidArgument: an unknown layer or source, counts that do not fit the rows, a token at or past
         max_tokens, ids that lie in a sink (see import_sink), or an id at or past the experts: names row, column, id and layer.
     InvalidState: no step has begun, or a row was recorded in this step with other ids.
-    Unsupported: layout ``sharded`` on a GPU.
+    PeerTimeout, PeerLost: layout ``sharded``: a shard is late or gone; on a GPU the next such call
+        says so.
 
 Stream:
     GPU: enqueues on ``stream``, never synchronizes. Ids are looked at there: what is wrong with them

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -62,6 +63,28 @@ class Stream {
   std::uintptr_t address() const noexcept { return reinterpret_cast<std::uintptr_t>(stream_); }
   int device() const noexcept { return device_; }
   void synchronize() const { require(cudaStreamSynchronize(stream_), "cudaStreamSynchronize"); }
+  bool is_capturing() const {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    require(cudaStreamIsCapturing(stream_, &status), "cudaStreamIsCapturing");
+    return status != cudaStreamCaptureStatusNone;
+  }
+  /// `function` runs in stream order on whichever thread waits. It is borrowed.
+  void call(nb::handle function) const {
+    const auto run = [](void* borrowed) {
+      const nb::gil_scoped_acquire held;
+      try {
+        nb::handle(static_cast<PyObject*>(borrowed))();
+      } catch (nb::python_error& error) {
+        error.discard_as_unraisable("a function that a stream called");
+      }
+    };
+    require(cudaLaunchHostFunc(stream_, run, function.ptr()), "cudaLaunchHostFunc");
+  }
+  void touch(const nb::ndarray<>& array) const {
+    void* const memory = array.data();
+    require(cudaMemcpyAsync(memory, memory, array.nbytes(), cudaMemcpyDeviceToDevice, stream_),
+            "cudaMemcpyAsync");
+  }
 
  private:
   cudaStream_t stream_ = nullptr;
@@ -199,8 +222,16 @@ void bind_objects(nb::module_& m) {
                      "A non-blocking stream. Must outlive the rounds that were enqueued on it.")
       .def_prop_ro("cuda_stream", &Stream::address, "Address of the cudaStream_t.")
       .def_prop_ro("device", &Stream::device)
+      .def_prop_ro("is_capturing", &Stream::is_capturing)
       .def("synchronize", &Stream::synchronize, nb::call_guard<nogil>(),
-           "Waits for what is enqueued; runs it.");
+           "Waits for what is enqueued; runs it.")
+      .def(
+          "call", &Stream::call, "function"_a,
+          "Enqueues a function without arguments, which may be captured. Keep it until it has run\n"
+          "for the last time; let it not raise.")
+      .def("touch", &Stream::touch, "array"_a,
+           "Enqueues what the checks take for a copy to a contiguous array of device memory,\n"
+           "which a called function has written.");
   nb::class_<Graph>(m, "Graph", "Work that was captured.")
       .def("launch", &Graph::launch, "stream"_a, nb::call_guard<nogil>())
       .def_prop_ro("num_nodes", &Graph::num_nodes);
@@ -241,6 +272,9 @@ void bind_simulator(nb::module_& parent) {
         nb::sig("def write(array: typing.Any, values: typing.Any) -> None"),
         "Copies values into an array of device memory, both contiguous, by a copy that the checks\n"
         "see, and waits for it.");
+  m.def(
+      "device_of", [](const nb::ndarray<>& array) { return simulated_device_of(array.data()); },
+      "array"_a, "The device in whose memory an array begins; None: no device's.");
   m.def(
       "stream", [](int device) { return std::make_unique<Stream>(device); }, "device"_a = 0,
       "A new stream.");

@@ -2,10 +2,10 @@
 """Faults that other systems have shown in public, and what this library does instead.
 
 Each known fault has an id by kind (P padding and ids, Z zero tokens and capacity, D duplicates and
-numerics, T types and shapes, S protocol state) and ends as a test whose name says the behaviour.
-The table below is of all of them; D is in `test_behaviours_sums.py`, T in
-`test_behaviours_types.py`, S in `test_behaviours_protocol.py`. Faults of CUDA, streams and graphs
-(S3, S5, S6) have no test here.
+numerics, T types and shapes, S protocol state, C routing capture) and ends as a test whose name
+says the behaviour. The table below is of all of them; D is in `test_behaviours_sums.py`, T in
+`test_behaviours_types.py`, S in `test_behaviours_protocol.py`, C in `test_behaviours_capture.py`.
+Faults of CUDA, streams and graphs (S3, S5, S6) have no test here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import fanfold
 from fanfold.testing import spawn_threads
 from fanfold.testing.trials import LAYOUTS_OF
 
-TESTS = {  # id of the row -> its tests, in the four files
+TESTS = {  # id of the row -> its tests, in the five files
     "P1": ["test_a_negative_id_never_looks_into_a_table"],
     "P2": ["test_the_invalid_id_is_chosen_per_consumer"],
     "P3": ["test_padding_rows_are_not_counted_and_come_back_as_zeros"],
@@ -94,6 +94,23 @@ TESTS = {  # id of the row -> its tests, in the four files
         "test_a_masked_rank_leaves_the_sum_of_the_others",
         "test_a_mask_that_cannot_be_is_refused_and_the_group_goes_on",
     ],
+    "C1": ["test_a_layer_that_never_records_is_reported_and_holds_no_expert"],
+    "C2": ["test_what_an_earlier_step_recorded_is_missing_in_the_next"],
+    "C3": ["test_a_draft_model_cannot_write_into_layers_of_the_target"],
+    "C4": ["test_replicas_come_back_as_the_logical_expert"],
+    "C6": ["test_eight_rows_are_what_the_layout_says"],
+    "C8": ["test_no_width_of_ids_takes_one_for_another"],
+    "C10": ["test_rows_with_a_fused_shared_expert_have_a_stride_of_their_own"],
+    "C11": ["test_a_prompt_without_new_tokens_has_a_row_for_each"],
+    "C14": [
+        "test_a_length_that_is_off_by_one_is_said",
+        "test_a_router_that_is_bound_twice_is_one_layer",
+    ],
+    "C15": ["test_a_known_prefix_is_not_sent_again"],
+    "C16": ["test_a_snapshot_keeps_what_is_recorded_over_later"],
+    "C18": ["test_a_model_without_experts_is_refused_up_front"],
+    "C19": ["test_dense_layers_before_the_first_router_take_no_slot"],
+    "C21": ["test_stages_and_parts_of_a_request_join_again"],
 }
 
 

@@ -335,3 +335,30 @@ def test_memory_can_be_given_up_and_taken_again() -> None:
             a2a.checkpoint_restore(flashinfer.CommunicatorBackend(comm))
 
     spawn_threads(2, one)
+
+
+def test_exchanges_that_are_given_up_are_closed() -> None:
+    """By all ranks together, so that nobody takes a peer for one that died."""
+
+    def one(comm: fanfold.Communicator) -> None:
+        a2a = exchange(comm, 4, 1, 2, workspace_size_per_rank=32768)
+        ids = torch.tensor([[0], [1]], dtype=torch.int32)
+
+        def known() -> list[Any]:
+            slots = a2a._kept.exchanges._slots.values()
+            return [slot.exchange for each in slots for slot in each]
+
+        def round_of(hidden: int) -> None:
+            x = noise(comm.rank, (2, hidden), BF16)
+            assert same_bits(a2a.combine(a2a.dispatch(ids, [x], 4)[0], 4), x)
+
+        round_of(8)
+        small = known()
+        round_of(700)  # it grows
+        assert [each.is_closed for each in small] == [True]
+        large = known()
+        assert [each.is_closed for each in large] == [False]
+        a2a.checkpoint_prepare()
+        assert [each.is_closed for each in large] == [True]
+
+    spawn_threads(2, one)

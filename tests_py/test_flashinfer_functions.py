@@ -29,6 +29,8 @@ from support.flashinfer_rounds import (
 import fanfold
 from fanfold.compat import flashinfer
 from fanfold.compat.flashinfer import exchanges
+from fanfold.compat.flashinfer.checks import in_low_precision
+from fanfold.compat.flashinfer.workspaces import WORKSPACES
 
 
 @pytest.fixture(autouse=True)
@@ -249,7 +251,12 @@ COMBINES = [
 
 
 def run_combine(
-    case: tuple[int, int, int, int], *, zero_copy: bool, lora: bool = False, dtype: Any = BF16
+    case: tuple[int, int, int, int],
+    *,
+    zero_copy: bool,
+    lora: bool = False,
+    dtype: Any = BF16,
+    low: bool = False,
 ) -> None:
     """Dispatch, experts that differ, combine; sums bit for bit in the stated order."""
     world, tokens, hidden, top_k = case
@@ -271,9 +278,10 @@ def run_combine(
         if zero_copy:
             y = rank.buffer(offset, tokens, hidden, dtype).copy_(y)
         mine = adapters(rank.rank)[:, 0].float() + 1 if lora else 0.0
-        expected = combined(x, ids, num_experts, world, mine)
+        expected = combined(x, ids, num_experts, world, mine, low=low)
         for _ in range(2):  # the round stays open for another combine
-            out = rank.combine(y, tokens, tokens, top_k, offset, zero_copy)
+            more = {"use_low_precision": True} if low else {}
+            out = rank.combine(y, tokens, tokens, top_k, offset, zero_copy, **more)
             assert same_bits(out, expected), rank.rank
 
     ranks.run(one)
@@ -294,10 +302,57 @@ def test_combine_of_rows_with_an_adapter_of_their_own(
     run_combine(case, zero_copy=zero_copy, lora=True)
 
 
+@pytest.mark.parametrize(
+    ("case", "zero_copy"), [(COMBINES[0], True), ((4, 16, 7168, 8), True), ((4, 8, 4096, 8), False)]
+)
+def test_combine_of_results_in_low_precision(
+    case: tuple[int, int, int, int], zero_copy: bool
+) -> None:
+    run_combine(case, zero_copy=zero_copy, low=True)
+
+
+def test_results_past_fp8_saturate() -> None:
+    """1000 becomes 448, 1.0625 is halfway and becomes 1; NaN stays."""
+    assert in_low_precision(torch.tensor([1000.0, -1000.0, 1.0625], dtype=BF16)).tolist() == [
+        448.0, -448.0, 1.0,
+    ]  # fmt: skip
+    assert in_low_precision(torch.tensor([torch.nan], dtype=BF16)).isnan().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("zero_copy", [False, True])
 def test_combine_of_other_types(dtype: Any, zero_copy: bool) -> None:
     run_combine((3, 7, 45, 3), zero_copy=zero_copy, dtype=dtype)
+
+
+def test_fp8_sums_are_rounded_once() -> None:
+    """272 + 2^-9 lies above the middle of two FP8 numbers, but float16 would round it to that."""
+    ranks, parts = Ranks(3, 1, 16), [256.0, 16.0, 2.0**-9]
+
+    def one(rank: Rank) -> None:
+        ids = torch.tensor([[0, 1, 2]], dtype=torch.int32)
+        views, offset, _ = rank.dispatch(ids, [torch.ones((1, 4), dtype=BF16)], 1, 3)
+        assert views[0].shape == (3, 1, 4)
+        y = torch.full((3, 1, 4), parts[rank.rank]).to(torch.float8_e4m3fn)
+        assert rank.combine(y, 1, 1, 3, offset).float().tolist() == [[288.0] * 4]
+
+    ranks.run(one)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+def test_results_of_the_payloads_type_lie_where_peers_read_them(dtype: Any) -> None:
+    ranks = Ranks(2, 2, 64)
+
+    def one(rank: Rank) -> None:
+        ids = torch.tensor([[0, 1], [1, 0]], dtype=torch.int32)
+        _, offset, _ = rank.dispatch(ids, [noise(rank.rank, (2, 8), dtype)], 2, 2)
+        opened = WORKSPACES.find(rank.workspace, rank.rank).own
+        assert opened is not None
+        place = rank.buffer(offset, 2, 8, dtype)
+        assert place.data_ptr() == opened.received.combine_buffer(8, dtype).data_ptr()
+        rank.combine(place.fill_(1), 2, 2, 2, offset, True)
+
+    ranks.run(one)
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 5, 7, 12, 14, 18, 21, 30])
@@ -325,8 +380,8 @@ def test_quantised_results_are_refused_and_the_round_goes_on() -> None:
         ):
             with pytest.raises(NotImplementedError, match="MXFP8, MXFP4 or NVFP4 are not served"):
                 rank.combine(y, 4, 4, 1, offset, **more)
-        with pytest.raises(NotImplementedError, match="FP8 without a scale are not served"):
-            rank.combine(y, 4, 4, 1, offset, use_low_precision=True)
+        with pytest.raises(ValueError, match="must produce a bf16 output, so expected bfloat16"):
+            rank.combine(y.float(), 4, 4, 1, offset, use_low_precision=True)
         with pytest.raises(NotImplementedError, match='"cake" names generated GPU kernels'):
             rank.combine(y, 4, 4, 1, offset, backend="cake")
         assert same_bits(rank.combine(y, 4, 4, 1, offset), x)

@@ -24,38 +24,8 @@ OFFSETS = {
     (8, 4096, 0): [0, 4, 8, 40, 128, 256, 384, 360832, 721280, 721280],
     (64, 512, 0): [0, 4, 8, 264, 640, 896, 1152, 46208, 91264, 91264],
 }
-# Parameters by name; those behind "*" are keywords.
+# Parameters by name; those behind "*" are keywords. Of the exchange: test_flashinfer_names.py.
 SIGNATURES = {
-    "moe_a2a_initialize": "workspace ep_rank ep_size max_num_tokens eplb_stats_num_experts",
-    "moe_a2a_dispatch": "token_selected_experts input_payloads workspace metainfo "
-    "runtime_max_tokens_per_rank ep_rank ep_size top_k num_experts enable_pdl eplb_local_stats "
-    "enable_rank_mask active_rank_mask",
-    "moe_a2a_combine": "payload local_num_tokens workspace metainfo runtime_max_tokens_per_rank "
-    "ep_rank ep_size top_k combine_payload_offset payload_in_workspace output_dtype output_scales "
-    "output_scalar_scale sf_layout output * use_low_precision enable_pdl enable_rank_mask "
-    "active_rank_mask",
-    "moe_a2a_sanitize_expert_ids": "expert_ids workspace metainfo ep_rank invalid_expert_id "
-    "enable_pdl",
-    "moe_a2a_get_workspace_size_per_rank": "ep_size max_num_tokens "
-    "total_dispatch_payload_size_per_token combine_payload_size_per_token eplb_stats_num_experts",
-    "moe_a2a_wrap_payload_tensor_in_workspace": "workspace leading_shape slice_start slice_end "
-    "dtype",
-    "moe_a2a_active_rank_mask": "active_ranks ep_size",
-    "MoeAlltoAll": "mapping max_num_tokens top_k num_experts workspace_size_per_rank hidden_size "
-    "mnnvl_config eplb_stats_num_experts enable_rank_mask * backend",
-    "MoeAlltoAll.dispatch": "self token_selected_experts input_payloads "
-    "runtime_max_tokens_per_rank invalid_token_expert_id expert_id_payload_index eplb_local_stats "
-    "active_rank_mask",
-    "MoeAlltoAll.combine": "self payload runtime_max_tokens_per_rank payload_in_workspace "
-    "output_dtype output_scales output_scalar_scale sf_layout output * use_low_precision "
-    "active_rank_mask",
-    "MoeAlltoAll.get_combine_payload_tensor_in_workspace": "self runtime_max_tokens_per_rank "
-    "hidden_size dtype",
-    "MoeAlltoAll.get_workspace": "workspace_size_per_rank ep_rank ep_size max_num_tokens mapping "
-    "eplb_stats_num_experts",
-    "MoeAlltoAll.get_moe_workspace_size_per_rank": "ep_size top_k max_num_tokens hidden_size "
-    "extra_payload_bytes_per_token eplb_stats_num_experts",
-    "MoeAlltoAll.checkpoint_restore": "self comm_backend",
     "Mapping": "world_size rank gpus_per_node * cp_size cp_config tp_size pp_size "
     "moe_cluster_size moe_tp_size moe_ep_size attn_tp_size attn_cp_size auto_parallel "
     "enable_attention_dp",

@@ -1467,7 +1467,8 @@ class RoutingCapture:
                 type where no expert has that id.
             layout: which rows are this rank's tokens; None: all. With ``sharded`` the call is collective:
                 an id that is no expert is then an error on all ranks, any other wrong argument on the rank
-                that gave it only, and the others wait until the communicator's deadline.
+                that gave it only, and the others wait until the communicator's deadline. On a GPU the first
+                such call makes the memory: it waits for the others, and no graph capture may hold it.
             rows: rows that the layout is about; those behind are padding. None: all.
             source: the model that routes; must be the capture's own.
             overwrite: replace rows that this step recorded already. Otherwise they must be equal.
@@ -1477,7 +1478,8 @@ class RoutingCapture:
             InvalidArgument: an unknown layer or source, counts that do not fit the rows, a token at or past
                 max_tokens, ids that lie in a sink (see import_sink), or an id at or past the experts: names row, column, id and layer.
             InvalidState: no step has begun, or a row was recorded in this step with other ids.
-            Unsupported: layout ``sharded`` on a GPU.
+            PeerTimeout, PeerLost: layout ``sharded``: a shard is late or gone; on a GPU the next such call
+                says so.
 
         Stream:
             GPU: enqueues on ``stream``, never synchronizes. Ids are looked at there: what is wrong with them

@@ -65,6 +65,9 @@ TEST(NarrowIdsTest, EveryTableStoresWhatFitsAndFindsWhatDoesNot) {
         const std::vector<std::int64_t> wide(ids.begin(), ids.end());
         expect_all_widths(table->from_4, ids, num_experts);
         expect_all_widths(table->from_8, wide, num_experts);
+        if (num_experts >= INT16_MAX) continue;
+        const std::vector<std::int16_t> small(ids.begin(), ids.end());
+        expect_all_widths(table->from_2, small, num_experts);
       }
     }
   }
@@ -76,6 +79,7 @@ TEST(NarrowIdsTest, OneExtremeIdAnywhereIsJudgedRight) {
                                         -(std::int64_t{1} << 32),
                                         -(std::int64_t{1} << 31) - 1,
                                         INT32_MIN,
+                                        INT16_MIN,
                                         -2,
                                         -1,
                                         0,
@@ -83,6 +87,7 @@ TEST(NarrowIdsTest, OneExtremeIdAnywhereIsJudgedRight) {
                                         128,
                                         255,
                                         256,
+                                        INT16_MAX,
                                         INT32_MAX,
                                         INT32_MAX + std::int64_t{1},
                                         UINT32_MAX - std::int64_t{1},
@@ -98,6 +103,11 @@ TEST(NarrowIdsTest, OneExtremeIdAnywhereIsJudgedRight) {
         expect_all_widths(table->from_8, ids, 128);
         if (extreme < INT32_MIN || extreme > INT32_MAX) continue;
         expect_all_widths(table->from_4, std::vector<std::int32_t>(ids.begin(), ids.end()), 128);
+        if (extreme < INT16_MIN || extreme > INT16_MAX) continue;
+        const std::vector<std::int16_t> small(ids.begin(), ids.end());
+        for (const std::int32_t num_experts : {128, 32768, 65536, INT32_MAX}) {
+          expect_all_widths(table->from_2, small, num_experts);
+        }
       }
     }
   }

@@ -279,7 +279,7 @@ TEST_F(GpuCaptureTest, ArgumentsOfTheWrongPlaceAreRefused) {
   elsewhere.stream = other.get();
   expect_error<InvalidArgument>({"stream: expected a CUDA stream of device 0"},
                                 [&] { capture.record(0, ids.view(), {}, elsewhere); });
-  expect_error<Unsupported>({"sharded on device 'cuda'"}, [&] {
+  expect_error<InvalidState>({"a gather callback"}, [&] {
     capture.record(0, ids.view(), CaptureLayout::sharded({1}, 0, 1), options());
   });
   RoutingCaptureConfig config = on_gpu(small_capture(1));

@@ -8,6 +8,7 @@ from typing import Any
 import numpy
 import pytest
 from support.cuda_tensor import Framework, Producer
+from support.gpu import Rank, run_ranks
 from support.gpu import capture as graph_of
 
 import fanfold
@@ -76,8 +77,73 @@ def test_every_layout_but_shards_is_taken(gpu: Device) -> None:
         array = capture.snapshot(4, stream=gpu.stream).array
         assert tuple(array[:, 0, 0].tolist()) == first_ids
         del array
-    with pytest.raises(fanfold.Unsupported, match="sharded on device 'cuda'"):
+    with pytest.raises(InvalidState, match="expected a gather callback"):
         capture.record(0, rows, CaptureLayout.sharded([4], 0, 4), stream=gpu.stream)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_shards_are_gathered_over_the_device(num_ranks: int) -> None:
+    """Every rank records all tokens, whatever the shards' sizes, types and strides."""
+    steps = [([2, 2, 2], 6, "int64"), ([3, 1, 0], 4, "int16"), ([1, 1, 1], 2, "int32")]
+
+    def body(rank: Rank) -> None:
+        capture = RoutingCapture(
+            num_layers=2, num_experts=100, top_k=2, max_tokens=8, num_shared_experts=1,
+            comm=rank.comm, device=rank.device,
+        )  # fmt: skip
+        for step, (sizes, num_tokens, dtype) in enumerate(steps):
+            counts = sizes[:num_ranks]
+            num_tokens = min(num_tokens, sum(counts))
+            total = sum(counts)
+            whole = numpy.arange(3 * total, dtype=dtype).reshape(total, 3) + step
+            first = sum(counts[: rank.rank])
+            mine = rank.put(whole[first : first + counts[rank.rank]])
+            layout = CaptureLayout.sharded(counts, rank.rank, num_tokens, token_offset=step)
+            capture.begin_step(step, stream=rank.stream)
+            for layer in range(2):
+                capture.record(layer, mine, layout, stream=rank.stream)
+            array = capture.snapshot(num_tokens + step, stream=rank.stream).array
+            for layer in range(2):
+                assert numpy.array_equal(array[step:, layer], whole[:num_tokens, :2])
+            del array
+        rank.wait()
+        rank.comm.barrier()
+
+    run_ranks(num_ranks, body)
+
+
+def test_gathered_shards_replay_and_wrong_ones_are_told_on_every_rank() -> None:
+    def body(rank: Rank) -> None:
+        capture = RoutingCapture(
+            num_layers=1, num_experts=8, top_k=2, max_tokens=4, comm=rank.comm, device=rank.device
+        )
+        layout = CaptureLayout.sharded([1, 1], rank.rank, 2)
+        ids = rank.put(numpy.array([[0, 0]], "int32"))
+        capture.begin_step(0, stream=rank.stream)
+        capture.record(0, ids, layout, stream=rank.stream)  # makes the memory
+        rank.wait()
+        rank.comm.barrier()
+        with graph_of(rank.stream) as graphs:
+            capture.record(0, ids, layout, stream=rank.stream)
+        for step in range(1, 4):
+            _core.simulator.write(ids, numpy.array([[step, 4 + rank.rank]], "int32"))
+            capture.begin_step(step, stream=rank.stream)
+            graphs[0].launch(rank.stream)
+            array = capture.snapshot(2, stream=rank.stream).array
+            assert array.tolist() == [[[step, 4]], [[step, 5]]]
+            del array
+        wrong = rank.put(numpy.array([[1, 7 + rank.rank]], "int32"))
+        capture.begin_step(4, stream=rank.stream)
+        capture.record(0, wrong, layout, stream=rank.stream)
+        with pytest.raises(InvalidArgument, match="got 8 at row 1, column 1 of layer 0"):
+            capture.snapshot(2, stream=rank.stream).wait()
+        with pytest.raises(InvalidArgument, match="expected 2 rows"):
+            two = CaptureLayout.sharded([2, 2], rank.rank, 4)
+            capture.record(0, ids, two, stream=rank.stream)
+        rank.wait()
+        rank.comm.barrier()
+
+    run_ranks(2, body)
 
 
 def test_a_wrong_id_is_told_by_the_next_look(gpu: Device) -> None:

@@ -107,11 +107,19 @@ def run_experts(rows: Any, ids: Any, me: int, num_experts: int, more: Any = 0.0)
     return total.to(rows.dtype)
 
 
-def combined(x: Any, ids: Any, num_experts: int, world: int, more: Any = 0.0) -> Any:
-    """What combine must give for tokens ``x [T, H]``, in the stated order of sums."""
+def combined(
+    x: Any, ids: Any, num_experts: int, world: int, more: Any = 0.0, *, low: bool = False
+) -> Any:
+    """What combine must give for tokens ``x [T, H]``, in the stated order of sums.
+
+    Args:
+        low: partial sums are rounded to FP8 before they are added.
+    """
     padded = torch.zeros(x.shape, dtype=torch.float32)
     for rank in range(world):
         block = run_experts_of(x, ids, rank, num_experts, world, more)
+        if low:
+            block = block.clamp(-448, 448).to(torch.float8_e4m3fn)
         padded += block.float()
     return padded.to(x.dtype)
 

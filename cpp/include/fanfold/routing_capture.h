@@ -17,6 +17,8 @@
 
 namespace fanfold {
 
+class Communicator;
+
 /// Which rows of `topk_ids` are this rank's tokens, and where they go. Always said, never guessed
 /// from a number of rows.
 struct FANFOLD_EXPORT CaptureLayout {
@@ -48,9 +50,10 @@ struct FANFOLD_EXPORT CaptureLayout {
 };
 
 /// Gives `recv` [sum(counts), ...] the `send` [counts[r], ...] of every rank r of the shards, in
-/// rank order; collective.
+/// rank order; collective. On a GPU `send` may have any row stride, and the work is enqueued on
+/// `stream`, a cudaStream_t; else that is null.
 using GatherRows = std::function<void(const TensorView& send, const TensorView& recv,
-                                      const std::vector<std::int64_t>& counts)>;
+                                      const std::vector<std::int64_t>& counts, void* stream)>;
 
 /// What a RoutingCapture is made from.
 struct FANFOLD_EXPORT RoutingCaptureConfig {
@@ -161,7 +164,8 @@ class FANFOLD_EXPORT RoutingSnapshot {
 /// with the options of the captured call. Ids are looked at by kernels: what CPU calls throw for
 /// ids that are no expert, rows recorded with other ids and rows of a sink written in part,
 /// `check`, `snapshot` and the step's snapshots throw later. Such a step is lost: the next
-/// begin_step starts afresh. Layout kSharded is Unsupported.
+/// begin_step starts afresh. The first record of layout kSharded allocates, which no graph capture
+/// may hold.
 class FANFOLD_EXPORT RoutingCapture {
  public:
   /// Allocates num_layers * max_tokens rows, and as many for each snapshot in flight: on a GPU in
@@ -243,5 +247,12 @@ class FANFOLD_EXPORT RoutingCapture {
  private:
   std::unique_ptr<Impl> impl_;
 };
+
+/// A `config.gather` among the ranks of `communicator`, at most 128 on a GPU: one rank per shard.
+/// Borrows it. On a GPU rows go through an AllToAll (one_sided) of `config.max_tokens` rows, which
+/// the first call makes: that call is collective, waits, and no graph capture may hold it. A later
+/// one waits for nothing; that a peer is late or gone is told by the call after it.
+FANFOLD_EXPORT GatherRows gather_rows(Communicator& communicator,
+                                      const RoutingCaptureConfig& config);
 
 }  // namespace fanfold

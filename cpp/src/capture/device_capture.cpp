@@ -125,7 +125,7 @@ class DeviceCapture final : public RoutingCapture::Impl {
   void start_step(exec::Stream stream) override;
   void write(const Record& record) override;
   TensorView join(const TensorView& topk_ids, const CaptureLayout& layout,
-                  std::vector<RowSpan>& spans) override;
+                  exec::Stream stream) override;
   void make_sink(std::size_t slot, Sink& sink, DType dtype, std::int64_t rows,
                  std::int64_t width) override;
   void clear_sink(std::size_t slot, exec::Stream stream) override;
@@ -154,6 +154,9 @@ class DeviceCapture final : public RoutingCapture::Impl {
   std::shared_ptr<std::byte> stamps_;  // [num_layers, max_tokens] uint64
   std::shared_ptr<std::byte> sinks_;   // [num_layers] CaptureSink
   std::int64_t sink_bytes_ = 0;        // of all
+  // Ids of all shards; what is not the last is that of graphs.
+  std::vector<std::shared_ptr<std::byte>> joined_;
+  std::int64_t joined_bytes_ = 0;  // of the last
   std::vector<exec::PinnedMemory> places_;
   std::vector<std::shared_ptr<void>> events_;  // by place
 };
@@ -165,6 +168,7 @@ DeviceCapture::~DeviceCapture() {
     for (const auto* memory : {&state_, &logical_, &cells_, &stamps_, &sinks_}) {
       base::keep_forever(*memory);
     }
+    for (const auto& memory : joined_) base::keep_forever(memory);
     for (const auto& sink : Impl::sinks()) {
       if (sink != nullptr) base::keep_forever(sink->memory);
     }
@@ -269,11 +273,23 @@ void DeviceCapture::write(const Record& record) {
   }
 }
 
-TensorView DeviceCapture::join(const TensorView& /*topk_ids*/, const CaptureLayout& /*layout*/,
-                               std::vector<RowSpan>& /*spans*/) {
-  throw Unsupported(
-      "layout: expected another one than sharded on device 'cuda'; gather the shards' rows first "
-      "and record them as local");
+TensorView DeviceCapture::join(const TensorView& topk_ids, const CaptureLayout& layout,
+                               exec::Stream stream) {
+  const std::int64_t sum = check_counts(layout);
+  if (sum * topk_ids.row_bytes() > joined_bytes_) {
+    // At once for all that may come: fewer rows of padding than shards, ids of 8 bytes.
+    const auto num_shards = static_cast<std::int64_t>(layout.counts.size());
+    const std::int64_t width = std::int64_t{config().top_k} + config().num_shared_experts;
+    const std::int64_t bytes = (config().max_tokens + num_shards) * width * 8;
+    joined_.push_back(device_.backend->allocate(bytes));
+    joined_bytes_ = bytes;
+  }
+  TensorView all(static_cast<void*>(joined_.back().get()), topk_ids.dtype,
+                 {sum, topk_ids.shape[1]});
+  all.device = DeviceType::kGpu;
+  all.device_index = config().device_index;
+  config().gather(topk_ids, all, layout.counts, stream);
+  return all;
 }
 
 void DeviceCapture::make_sink(std::size_t slot, Sink& sink, DType dtype, std::int64_t rows,

@@ -40,7 +40,7 @@ class HostCapture final : public RoutingCapture::Impl {
   void start_step(exec::Stream stream) override;
   void write(const Record& record) override;
   TensorView join(const TensorView& topk_ids, const CaptureLayout& layout,
-                  std::vector<RowSpan>& spans) override;
+                  exec::Stream stream) override;
   void make_sink(std::size_t slot, Sink& sink, DType dtype, std::int64_t rows,
                  std::int64_t width) override;
   void clear_sink(std::size_t slot, exec::Stream stream) override;
@@ -98,43 +98,24 @@ void HostCapture::refuse_ids(const Record& record, const RowSpan& span) const {
 }
 
 TensorView HostCapture::join(const TensorView& topk_ids, const CaptureLayout& layout,
-                             std::vector<RowSpan>& spans) {
-  const std::int64_t sum = check_counts(layout);
-  const std::int64_t mine = layout.counts[static_cast<std::size_t>(layout.rank)];
-  if (topk_ids.shape[0] != mine) {
-    refuse("topk_ids", str(mine, " rows (layout.counts of rank ", layout.rank, ")"),
-           str(topk_ids.shape[0]));
-  }
-  if (layout.num_tokens < 0 || layout.num_tokens > sum) {
-    refuse("layout.num_tokens", str("0 to ", sum, " tokens (the sum of layout.counts)"),
-           str(layout.num_tokens));
-  }
-  check_padding("layout.num_tokens", sum, static_cast<std::int64_t>(layout.counts.size()),
-                layout.num_tokens);
-  if (sum > INT64_MAX / 8 / topk_ids.row_bytes()) {
-    refuse("layout.counts", "rows that memory can hold", str(sum));
-  }
-  spans =
-      row_spans(CaptureLayout::local(layout.token_offset), layout.num_tokens, config().max_tokens);
-  if (config().gather == nullptr) {
-    throw InvalidState(
-        "record: expected a gather callback (config.gather) for sharded rows, got "
-        "none");
-  }
+                             exec::Stream stream) {
+  const std::int64_t mine = topk_ids.shape[0];
   const std::int64_t width = topk_ids.shape[1];
+  const std::int64_t sum = check_counts(layout);
   packed_.resize(static_cast<std::size_t>(mine * topk_ids.row_bytes()));
   copy_dense(packed_.data(), topk_ids, mine);
   joined_.resize(static_cast<std::size_t>(sum * topk_ids.row_bytes()));
   const TensorView send(static_cast<const void*>(packed_.data()), topk_ids.dtype, {mine, width});
   const TensorView all(static_cast<void*>(joined_.data()), topk_ids.dtype, {sum, width});
-  config().gather(send, all, layout.counts);
+  config().gather(send, all, layout.counts, stream);
   return all;
 }
 
 void HostCapture::write(const Record& record) {
   Slot& slot = current(record.slot);
-  const std::vector<RowSpan> spans =
-      record.is_sink ? written_spans(record.ids, config().top_k, record.spans) : record.spans;
+  std::vector<RowSpan> written;
+  if (record.is_sink) written = written_spans(record.ids, config().top_k, record.spans);
+  const std::vector<RowSpan>& spans = record.is_sink ? written : record.spans;
   for (const RowSpan& span : spans) {
     if (!slot.rows.has_any(span.token, span.num_rows)) continue;
     write_again(record, spans);

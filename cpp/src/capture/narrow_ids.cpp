@@ -16,14 +16,15 @@ namespace {
 // Both loops find out without a branch whether all ids are right, and look for a wrong one only
 // afterwards. A negative id becomes -1 by or-ing its sign over it; with that, last - id has a sign
 // exactly when id > last.
-template <class Out>
-bool narrow_from_4(const void* ids, std::int64_t num_ids, std::int32_t num_experts, void* to) {
-  const auto* in = static_cast<const std::int32_t*>(ids);
+template <class In, class Out>
+bool narrow_from(const void* ids, std::int64_t num_ids, std::int32_t num_experts, void* to) {
+  const auto* in = static_cast<const In*>(ids);
   auto* out = static_cast<Out*>(to);
   const auto last = static_cast<std::uint32_t>(num_experts) - 1U;
   std::uint32_t signs = 0;
   for (std::int64_t i = 0; i < num_ids; ++i) {
-    const auto id = static_cast<std::uint32_t>(in[i]) | static_cast<std::uint32_t>(in[i] >> 31);
+    const std::int32_t given = in[i];
+    const auto id = static_cast<std::uint32_t>(given) | static_cast<std::uint32_t>(given >> 31);
     signs |= last - id;
     out[i] = static_cast<Out>(id);
   }
@@ -141,8 +142,13 @@ bool store_by_blocks(const TensorView& topk_ids, std::int64_t first, std::int64_
 }  // namespace
 
 const NarrowTable& portable_narrow_table() noexcept {
+  using In2 = std::int16_t;
+  using In4 = std::int32_t;
   static constexpr NarrowTable kTable = {
-      {&narrow_from_4<std::uint8_t>, &narrow_from_4<std::uint16_t>, &narrow_from_4<std::uint32_t>},
+      {&narrow_from<In2, std::uint8_t>, &narrow_from<In2, std::uint16_t>,
+       &narrow_from<In2, std::uint32_t>},
+      {&narrow_from<In4, std::uint8_t>, &narrow_from<In4, std::uint16_t>,
+       &narrow_from<In4, std::uint32_t>},
       {&narrow_from_8<std::uint8_t>, &narrow_from_8<std::uint16_t>, &narrow_from_8<std::uint32_t>}};
   return kTable;
 }
@@ -172,9 +178,11 @@ bool store_ids(const TensorView& topk_ids, std::int64_t first, std::int64_t num_
   if (num_rows == 0) return true;
   const bool is_dense = topk_ids.strides[0] == rule.top_k || num_rows == 1;
   const DType dtype = topk_ids.dtype;
-  if (is_dense && rule.logical_of_expert == nullptr &&
-      (dtype == DType::kInt32 || dtype == DType::kInt64)) {
-    const NarrowIds* by_size = dtype == DType::kInt32 ? table.from_4 : table.from_8;
+  const bool is_direct = dtype == DType::kInt16 || dtype == DType::kInt32 || dtype == DType::kInt64;
+  if (is_dense && rule.logical_of_expert == nullptr && is_direct) {
+    const NarrowIds* by_size = dtype == DType::kInt16   ? table.from_2
+                               : dtype == DType::kInt32 ? table.from_4
+                                                        : table.from_8;
     const auto* ids =
         static_cast<const std::byte*>(topk_ids.data) + first * topk_ids.row_stride_bytes();
     return by_size[size_at(rule.id_bytes)](ids, num_rows * rule.top_k, rule.num_experts, to);

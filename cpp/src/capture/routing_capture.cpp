@@ -139,6 +139,32 @@ void RoutingCapture::Impl::begin_step(std::int64_t step_id, const std::optional<
   has_records_ = false;
 }
 
+std::vector<RowSpan> RoutingCapture::Impl::check_shards(const TensorView& topk_ids,
+                                                        const CaptureLayout& layout) const {
+  const std::int64_t sum = capture::check_counts(layout);
+  const std::int64_t mine = layout.counts[static_cast<std::size_t>(layout.rank)];
+  if (topk_ids.shape[0] != mine) {
+    refuse("topk_ids", str(mine, " rows (layout.counts of rank ", layout.rank, ")"),
+           str(topk_ids.shape[0]));
+  }
+  if (layout.num_tokens < 0 || layout.num_tokens > sum) {
+    refuse("layout.num_tokens", str("0 to ", sum, " tokens (the sum of layout.counts)"),
+           str(layout.num_tokens));
+  }
+  capture::check_padding("layout.num_tokens", sum, static_cast<std::int64_t>(layout.counts.size()),
+                         layout.num_tokens);
+  if (sum > INT64_MAX / 8 / topk_ids.row_bytes()) {
+    refuse("layout.counts", "rows that memory can hold", str(sum));
+  }
+  if (config_.gather == nullptr) {
+    throw InvalidState(
+        "record: expected a gather callback (config.gather) for sharded rows, got "
+        "none");
+  }
+  return capture::row_spans(CaptureLayout::local(layout.token_offset), layout.num_tokens,
+                            config_.max_tokens);
+}
+
 void RoutingCapture::Impl::take(const char* call, int layer, const TensorView& topk_ids,
                                 const CaptureLayout& layout, const RecordOptions& options,
                                 bool is_sink) {
@@ -156,7 +182,8 @@ void RoutingCapture::Impl::take(const char* call, int layer, const TensorView& t
   const exec::Stream stream = to_stream(options.stream);
   std::vector<RowSpan> spans;
   if (layout.kind == CaptureLayout::Kind::kSharded) {
-    ids = join(ids, layout, spans);
+    spans = check_shards(ids, layout);
+    ids = join(ids, layout, stream);
   } else {
     spans = capture::row_spans(layout, num_rows, config_.max_tokens);
   }

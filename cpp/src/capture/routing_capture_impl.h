@@ -71,9 +71,9 @@ class RoutingCapture::Impl {
   virtual exec::Stream to_stream(const std::optional<void*>& stream) const = 0;
   virtual void start_step(exec::Stream stream) = 0;
   virtual void write(const Record& record) = 0;
-  /// The ids of all shards, and which of them are tokens.
+  /// The ids of all shards, which fit.
   virtual TensorView join(const TensorView& topk_ids, const CaptureLayout& layout,
-                          std::vector<capture::RowSpan>& spans) = 0;
+                          exec::Stream stream) = 0;
   /// Memory of `rows` x `width` ids that say "not written".
   virtual void make_sink(std::size_t slot, Sink& sink, DType dtype, std::int64_t rows,
                          std::int64_t width) = 0;
@@ -94,6 +94,9 @@ class RoutingCapture::Impl {
 
  private:
   std::size_t slot_of(int layer) const;
+  /// Which rows of all shards are tokens.
+  std::vector<capture::RowSpan> check_shards(const TensorView& topk_ids,
+                                             const CaptureLayout& layout) const;
   void check_step(const char* call) const;
   void check_source(const std::string& source) const;
   void check_ids(const TensorView& topk_ids) const;

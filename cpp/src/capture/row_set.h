@@ -20,7 +20,10 @@ class RowSet {
     return (words_[static_cast<std::size_t>(row / 64)] >> (row % 64) & 1U) != 0;
   }
   bool has_any(std::int64_t first, std::int64_t num_rows) const noexcept {
-    return count(first, num_rows) > 0;
+    std::uint64_t found = 0;
+    for_words(first, num_rows,
+              [&](std::size_t at, std::uint64_t mask) { found |= words_[at] & mask; });
+    return found != 0;
   }
   std::int64_t count(std::int64_t first, std::int64_t num_rows) const noexcept {
     std::int64_t sum = 0;
@@ -37,13 +40,18 @@ class RowSet {
   /// Calls `body(word, mask)` for each word that has some of the rows.
   template <class Body>
   static void for_words(std::int64_t first, std::int64_t num_rows, Body&& body) noexcept {
-    for (std::int64_t row = first, end = first + num_rows; row < end;) {
-      const std::int64_t bit = row % 64;
-      const std::int64_t here = std::min(64 - bit, end - row);
-      const std::uint64_t ones = here == 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << here) - 1;
-      body(static_cast<std::size_t>(row / 64), ones << bit);
-      row += here;
-    }
+    if (num_rows <= 0) return;
+    constexpr std::uint64_t kAll = ~std::uint64_t{0};
+    const auto begin = static_cast<std::uint64_t>(first);
+    const auto back = static_cast<std::uint64_t>(first + num_rows - 1);
+    std::uint64_t at = begin / 64;
+    const std::uint64_t last = back / 64;
+    const std::uint64_t from_begin = kAll << (begin % 64);
+    const std::uint64_t to_back = kAll >> (63 - back % 64);
+    if (at == last) return body(at, from_begin & to_back);
+    body(at, from_begin);
+    for (++at; at < last; ++at) body(at, kAll);
+    body(last, to_back);
   }
 
   std::vector<std::uint64_t> words_;

@@ -37,28 +37,28 @@ def moe_a2a_active_rank_mask(active_ranks: Sequence[int], ep_size: int) -> Any:
     return torch().tensor(words, dtype=torch().uint64)
 
 
-def check_backend(backend: str) -> None:
-    """Only one of FlashInfer's backends has a counterpart here."""
-    if backend == "cake":
-        raise NotImplementedError(
-            'backend: "cake" names generated GPU kernels, which are not served; use "trtllm"'
-        )
-    if backend != "trtllm":
-        raise InvalidArgument(f'backend: expected "trtllm", got {backend!r}')
-
-
-def check_unquantised(scales: Any, scalar_scale: float, use_low_precision: bool) -> None:
-    """Results travel and arrive as they are."""
+def check_unquantised(scales: Any, scalar_scale: float) -> None:
+    """Results arrive as they are."""
     if scales is not None or scalar_scale != 1.0:
         raise NotImplementedError(
             "output_scales, output_scalar_scale: results in MXFP8, MXFP4 or NVFP4 are not served; "
             "combine without them and quantise the output"
         )
-    if use_low_precision:
-        raise NotImplementedError(
-            "use_low_precision: results that travel as FP8 without a scale are not served; "
-            'fanfold.AllToAll has combine_wire="fp8_e4m3", with a scale per 128 elements'
+
+
+def in_low_precision(payload: Any) -> Any:
+    """Results as ones that travelled as FP8 E4M3 without a scale arrive: saturated and rounded.
+
+    Raises:
+        Refused: they are not bfloat16, which their sums must be.
+    """
+    if payload.dtype != torch().bfloat16:
+        raise Refused(
+            "payload: use_low_precision must produce a bf16 output, so expected bfloat16, got "
+            f"{payload.dtype}"
         )
+    largest = 448.0  # of FP8 E4M3
+    return payload.clamp(-largest, largest).to(torch().float8_e4m3fn).to(payload.dtype)
 
 
 def active_ranks(enabled: bool, mask: Any, ep_rank: int, ep_size: int) -> list[bool] | None:
@@ -136,8 +136,7 @@ def combine(
     payload_in_workspace: bool,
     output_dtype: Any,
     output: Any,
-    *,
-    release: bool,
+    use_low_precision: bool,
 ) -> Any:
     """Check results and output, combine, and give the output."""
     if output_dtype not in (None, payload.dtype):
@@ -153,7 +152,7 @@ def combine(
                 "payload: tensor pointer mismatch: payload_in_workspace=True expects the tensor "
                 "that the workspace gives for results of this shape and type, got another"
             )
-    opened.combine(payload, output, release=release)
+    opened.combine(in_low_precision(payload) if use_low_precision else payload, output)
     kept.combined()
     return output
 

@@ -88,6 +88,9 @@ class Slot:
 class OpenRound:
     """One dispatch and what it received, until ``end``.
 
+    Its first combine ends it among the ranks, since a round of a graph must end in the graph; the
+    received rows and the buffers stay as they are. A further combine has a round of its own.
+
     Attributes:
         payloads: received rows, each ``[R, m, ...]``; those of source r first in ``[r]``.
         counts: ``[R]`` int32: rows from each rank.
@@ -102,8 +105,8 @@ class OpenRound:
     counts: Any
     stats: Any = None
     stats_round: OpenRound | None = None
-    sides: list[OpenRound] = field(default_factory=list)
-    staging: dict[tuple[int, Any], Any] = field(default_factory=dict)
+    buffers: dict[tuple[int, Any], Any] = field(default_factory=dict)
+    has_combined: bool = False
     has_ended: bool = False
 
     @property
@@ -112,58 +115,66 @@ class OpenRound:
 
     def combine_buffer(self, hidden: int, dtype: Any) -> Any:
         """``[R, m, hidden]``: where experts write; without a copy where the type was foreseen."""
-        travels, itemsize = _travels_as(dtype)
-        if travels == _name(dtype) and self._takes(self.slot, travels, hidden * itemsize):
-            return self.received.combine_buffer(hidden, dtype)
         key = (hidden, dtype)
-        if key not in self.staging:
-            ids = self.call.topk_ids
-            shape = (self.exchanges.num_ranks, self.call.round_max_tokens, hidden)
-            self.staging[key] = ids.new_empty(shape, dtype=dtype)
-        return self.staging[key]
+        if key not in self.buffers:
+            travels, itemsize = _travels_as(dtype)
+            is_direct = travels == _name(dtype) and self._takes(travels, hidden * itemsize)
+            if is_direct and not self.has_combined:
+                self.buffers[key] = self.received.combine_buffer(hidden, dtype)
+            else:
+                ids = self.call.topk_ids
+                shape = (self.exchanges.num_ranks, self.call.round_max_tokens, hidden)
+                self.buffers[key] = ids.new_empty(shape, dtype=dtype)
+        return self.buffers[key]
 
-    def combine(self, y: Any, out: Any, *, release: bool) -> None:
-        """Add each token's rows ``y [R, m, H]`` into ``out [T, H]``; the round ends if told so."""
+    def combine(self, y: Any, out: Any) -> None:
+        """Add each token's rows ``y [R, m, H]`` into ``out [T, H]``."""
         hidden = int(y.shape[2])
         travels, itemsize = _travels_as(y.dtype)
+        num_bytes = hidden * itemsize
         through = self
-        if not self._takes(self.slot, travels, hidden * itemsize):
-            self.exchanges.foresee(travels, hidden * itemsize)
-            through = self._side(travels, hidden * itemsize)
+        if self.has_combined or not self._takes(travels, num_bytes):
+            self.exchanges.foresee(travels, num_bytes)
+            through = self._side(travels)
         if any(_overlap(y, payload) for payload in self.payloads):
             # Experts that worked in place: their rows must leave what peers may write to.
-            y = through.combine_buffer(hidden, y.dtype).copy_(y)
+            y = through.received.combine_buffer(hidden, y.dtype).copy_(y) if (
+                travels == _name(y.dtype)
+            ) else y.clone()  # fmt: skip
         stream = stream_of(y)
         if travels == _name(y.dtype):
-            through.received.combine(y, out, release=release and through is self, **stream)
+            through.received.combine(y, out, **stream)
         else:
             wide = out.new_empty(out.shape, dtype=_wide_dtype())
-            y = y.to(wide.dtype)
-            through.received.combine(y, wide, release=release and through is self, **stream)
+            through.received.combine(y.to(wide.dtype), wide, **stream)
             out.copy_(wide)
-        self.exchanges.foresee(travels, hidden * itemsize)
-        if release:
-            self.end()
+        self.exchanges.foresee(travels, num_bytes)
+        if through is not self:
+            through.end()
+        self._finish()
 
     def end(self) -> None:
-        """End the round here, as every rank does; what is open of it is released."""
+        """Give its memory to later rounds, as every rank does."""
         if self.has_ended:
             return
         self.has_ended = True
-        for part in [*self.sides, self, self.stats_round]:
+        self._finish()
+        for part in (self, self.stats_round):
             if part is not None:
-                if part.received.is_open:
-                    part.received.release()
                 part.slot.is_open = False
 
-    def _takes(self, slot: Slot, travels: str, row_bytes: int) -> bool:
-        return slot.combine_dtype == travels and slot.fits(0, row_bytes)
+    def _finish(self) -> None:
+        """End it among the ranks."""
+        self.has_combined = True
+        for part in (self, self.stats_round):
+            if part is not None and part.received.is_open:
+                part.received.release()
 
-    def _side(self, travels: str, row_bytes: int) -> OpenRound:
+    def _takes(self, travels: str, row_bytes: int) -> bool:
+        return self.slot.combine_dtype == travels and self.slot.fits(0, row_bytes)
+
+    def _side(self, travels: str) -> OpenRound:
         """A round along the same ids whose exchange takes such results."""
-        for side in self.sides:
-            if self._takes(side.slot, travels, row_bytes):
-                return side
         ids = self.call.topk_ids
         call = Dispatch(
             topk_ids=ids,
@@ -172,8 +183,7 @@ class OpenRound:
             round_max_tokens=self.call.round_max_tokens,
             active=self.call.active,
         )
-        self.sides.append(self.exchanges.open(call, travels))
-        return self.sides[-1]
+        return self.exchanges.open(call, travels, has_spare=False)
 
 
 class Exchanges:
@@ -220,12 +230,16 @@ class Exchanges:
         if num_stats:
             self._slot(self._stats_kind(device), 4 * num_stats)
 
-    def open(self, call: Dispatch, travels: str | None = None) -> OpenRound:
+    def open(
+        self, call: Dispatch, travels: str | None = None, *, has_spare: bool = True
+    ) -> OpenRound:
         """Dispatch. Waits for every active rank (on a GPU torch's current stream does).
 
         Args:
             call: what to send.
             travels: the type of the results; None: as foreseen.
+            has_spare: whether an exchange that is made takes what the workspace has beside the
+                payloads, for results that are not known yet.
 
         Raises:
             InvalidArgument: something does not fit, or the ranks' calls differ.
@@ -236,10 +250,16 @@ class Exchanges:
         kind = self._kind(
             call.num_experts, int(ids.shape[1]), travels, str(ids.device), call.active
         )
-        slot = self._slot(kind, sum(row_bytes(payload) for payload in call.payloads))
+        # All that is made is made first: one thread may run the other ranks after this one, and
+        # what is enqueued waits for them.
+        slot = self._slot(
+            kind, sum(row_bytes(payload) for payload in call.payloads), has_spare=has_spare
+        )
+        slot.is_open = True
+        stats_slot = None if call.stats is None else self._stats_slot(call)
         opened = self._dispatch(slot, call)
-        if call.stats is not None:
-            self._gather(opened)
+        if stats_slot is not None:
+            self._gather(opened, stats_slot)
         # The caller may reuse its tensor before the results go home.
         call.topk_ids = ids.clone()
         return opened
@@ -281,6 +301,7 @@ class Exchanges:
         return self._kind(ranks, ranks, "float32", device, active, for_stats=True)
 
     def _dispatch(self, slot: Slot, call: Dispatch) -> OpenRound:
+        slot.is_open = False  # as long as it may fail
         active = call.active or [True] * self.num_ranks
         if slot.exchange.active_mask != active:
             slot.exchange.set_active_mask(active)
@@ -295,26 +316,29 @@ class Exchanges:
         slot.is_open = True
         return OpenRound(self, slot, received, call, list(received.payloads), received.rank_counts)
 
-    def _gather(self, opened: OpenRound) -> None:
+    def _stats_slot(self, call: Dispatch) -> Slot:
+        kind = self._stats_kind(str(call.stats.device), call.active)
+        return self._slot(kind, row_bytes(call.stats.view(1, -1)))
+
+    def _gather(self, opened: OpenRound, slot: Slot) -> None:
         """Every rank's statistics: one token for all ranks, each the host of one expert."""
         call = opened.call
         stats, num_ranks = call.stats, self.num_ranks
+        everyone = torch().arange(num_ranks, dtype=stats.dtype, device=stats.device)
         whole = Dispatch(
-            topk_ids=stats.new_tensor(list(range(num_ranks))).view(1, -1),
+            topk_ids=everyone.view(1, -1),
             payloads=[stats.view(1, -1)],
             num_experts=num_ranks,
             round_max_tokens=1,
             active=call.active,
         )
-        kind = self._stats_kind(str(stats.device), call.active)
-        slot = self._slot(kind, row_bytes(whole.payloads[0]))
         opened.stats_round = self._dispatch(slot, whole)
         opened.stats = opened.stats_round.payloads[0].view(num_ranks, -1)
         for rank, is_active in enumerate(call.active or []):
             if not is_active:
                 opened.stats[rank].zero_()
 
-    def _slot(self, kind: Kind, dispatch_row_bytes: int) -> Slot:
+    def _slot(self, kind: Kind, dispatch_row_bytes: int, *, has_spare: bool = True) -> Slot:
         """An exchange of this kind without an open round, and with room."""
         results = 0 if kind.for_stats else self._combine_bytes.get(kind.travels, 0)
         combine_row_bytes = max(16, results)
@@ -329,9 +353,10 @@ class Exchanges:
             combine_row_bytes = max(combine_row_bytes, slot.config["combine_row_bytes"])
             del slots[index]
             self._ranks.drop(slot.name, slot.exchange)
+            del slot  # on a GPU what frees memory may wait for what a peer enqueues next
             break
         else:
-            if not kind.for_stats:
+            if has_spare and not kind.for_stats:
                 spare = self._bytes_per_token - dispatch_row_bytes
                 combine_row_bytes = max(combine_row_bytes, spare // 16 * 16)
         config = {

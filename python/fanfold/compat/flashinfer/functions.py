@@ -4,10 +4,14 @@
 A workspace names a group of ranks: those of its ``MnnvlMemory``, or, where the caller allocated it,
 ranks that are threads of this process (on a GPU also one thread that runs every rank in turn).
 Its bytes hold counters and routing tables; received rows and results lie in memory of Fanfold's,
-which the functions find by the workspace. They are valid until the next dispatch on it.
+which the functions find by the workspace. Received rows are valid until the last combine of their
+dispatch, the place for results until the next dispatch.
 
 Every call is made by all ranks, masked ones excepted, in the same order; on the CPU it runs and
-waits on the calling thread, on a GPU it is enqueued on torch's current stream.
+waits on the calling thread, on a GPU it is enqueued on torch's current stream. There it may be
+captured into a graph after one round outside has made the memory; epochs that replays leave in the
+workspace are those of the capture. The counters are made by some twenty small kernels a call, which
+the class leaves out as long as nobody reads ``workspace``.
 """
 
 from __future__ import annotations
@@ -70,7 +74,7 @@ def attach(
     backend: str = "trtllm",
 ) -> Any:
     """As ``moe_a2a_initialize``; the workspace may have fewer bytes than it stands for."""
-    checks.check_backend(backend)
+    sizes.check_backend(backend)
     if workspace.dtype != torch().uint8 or workspace.dim() != 2 or workspace.shape[0] != ep_size:
         raise Refused(
             f"workspace: expected [{ep_size}, bytes] uint8, got {list(workspace.shape)} "
@@ -136,7 +140,7 @@ def moe_a2a_dispatch(
     Returns:
         Received rows of each payload, ``[ep_size, m, ...]``; the name of the results' bytes for
         ``moe_a2a_wrap_payload_tensor_in_workspace`` and ``moe_a2a_combine``; and the statistics
-        ``[ep_size, n]``, or None. Valid until the next dispatch.
+        ``[ep_size, n]``, or None. Valid until the last combine.
 
     Raises:
         Refused, InvalidArgument: something does not fit; nothing was sent.
@@ -144,7 +148,7 @@ def moe_a2a_dispatch(
         PeerTimeout, PeerAborted, PeerLost: a rank is late or gone.
     """
     del enable_pdl, recv_view_cache
-    checks.check_backend(backend)
+    sizes.check_backend(backend)
     kept = _kept(workspace, metainfo, ep_rank, ep_size)
     if token_selected_experts.dim() != 2 or token_selected_experts.shape[1] != top_k:
         raise Refused(
@@ -164,9 +168,8 @@ def moe_a2a_dispatch(
     if kept.own is not None:
         kept.own.end()
         kept.own = None
-    opened = kept.exchanges.open(call)
+    opened = kept.open(call)
     kept.own = opened
-    kept.begin(opened)
     kept.write_counters(workspace)
     return opened.payloads, kept.combine_offset(), opened.stats
 
@@ -207,8 +210,8 @@ def moe_a2a_combine(
 
     The rows are already weighted and summed over a rank's experts. Sums are taken in float32,
     ranks ascending, and rounded once; a token without an expert becomes zeros. FP8 results give
-    FP8 sums, where FlashInfer writes past its output. The round stays open: combine may be called
-    again, until the next dispatch.
+    FP8 sums, where FlashInfer writes past its output. Combine may be called again until the next
+    dispatch, by all ranks; the ids then travel once more.
 
     Args:
         payload: ``[ep_size, m, H]`` float32, float16, bfloat16 or float8_e4m3fn, only read.
@@ -218,8 +221,9 @@ def moe_a2a_combine(
         payload_in_workspace: ``payload`` lies where
             ``moe_a2a_wrap_payload_tensor_in_workspace`` says; nothing is copied.
         output_dtype: None or the payload's.
-        output_scales, output_scalar_scale, sf_layout, use_low_precision: quantised results are not
-            served.
+        output_scales, output_scalar_scale, sf_layout: quantised results are not served.
+        use_low_precision: round bfloat16 results to FP8 E4M3, saturated and without a scale, as
+            FlashInfer sends them; here they travel as bfloat16, so it saves nothing.
         output: ``[T, H]`` of the payload's dtype and device, contiguous; overwritten.
         enable_pdl: not used.
         enable_rank_mask, active_rank_mask: as dispatched.
@@ -235,14 +239,14 @@ def moe_a2a_combine(
         PeerTimeout, PeerAborted, PeerLost: a rank is late or gone.
     """
     del enable_pdl, sf_layout
-    checks.check_backend(backend)
+    sizes.check_backend(backend)
     kept = _kept(workspace, metainfo, ep_rank, ep_size)
     opened = kept.own
     if opened is None:
         raise CalledTooEarly(
             "moe_a2a_combine: expected a dispatch on this workspace before, got none"
         )
-    checks.check_unquantised(output_scales, output_scalar_scale, use_low_precision)
+    checks.check_unquantised(output_scales, output_scalar_scale)
     _check_as_dispatched(
         opened,
         local_num_tokens=(local_num_tokens, opened.num_tokens),
@@ -258,7 +262,7 @@ def moe_a2a_combine(
         ),
     )
     out = checks.combine(
-        kept, opened, payload, payload_in_workspace, output_dtype, output, release=False
+        kept, opened, payload, payload_in_workspace, output_dtype, output, use_low_precision
     )
     kept.write_counters(workspace)
     return out
@@ -290,7 +294,7 @@ def moe_a2a_sanitize_expert_ids(
         InvalidArgument: the ids do not fit.
     """
     del enable_pdl
-    checks.check_backend(backend)
+    sizes.check_backend(backend)
     kept = _kept(workspace, metainfo, ep_rank, int(workspace.shape[0]))
     if kept.latest is None:
         raise CalledTooEarly("moe_a2a_sanitize_expert_ids: expected a dispatch before, got none")

@@ -10,14 +10,18 @@ from fanfold.compat.flashinfer import functions, sizes
 from fanfold.compat.flashinfer.workspaces import WORKSPACES
 
 
-def get_moe_alltoall_module() -> SimpleNamespace:
+def get_moe_alltoall_module(backend: str = "trtllm") -> SimpleNamespace:
     """The operations under the functions; nothing is compiled.
 
     ``moe_a2a_dispatch`` gives five values: where the bytes of each received payload begin, from the
     start of the workspace; how many they are; the combine offset and that of the gathered
     statistics (or -1), from the start of this rank's row; and how many statistics a rank has.
     ``moe_a2a_wrap_payload_tensor_in_workspace`` makes views of them.
+
+    Raises:
+        NotImplementedError: ``backend`` is "cake".
     """
+    sizes.check_backend(backend)
     return SimpleNamespace(
         moe_a2a_initialize=functions.moe_a2a_initialize,
         moe_a2a_dispatch=_dispatch,

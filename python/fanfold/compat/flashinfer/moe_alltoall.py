@@ -71,8 +71,9 @@ class MoeAlltoAll:
     _cache_lock = threading.Lock()
 
     @classmethod
-    def _init_constants(cls) -> None:
+    def _init_constants(cls, backend: str = "trtllm") -> None:
         """Fill ``_METAINFO_INDEX``: names without their prefix -> indices."""
+        sizes.check_backend(backend)
         if cls._METAINFO_INDEX is None:
             cls._METAINFO_INDEX = dict(sizes.METAINFO_INDEX)
 
@@ -84,8 +85,11 @@ class MoeAlltoAll:
         hidden_size: int,
         extra_payload_bytes_per_token: int = 0,
         eplb_stats_num_experts: int = 0,
+        *,
+        backend: str = "trtllm",
     ) -> int:
         """Bytes per rank for 16-bit rows, ids, weights and further payload bytes."""
+        sizes.check_backend(backend)
         return sizes.moe_workspace_size_per_rank(
             ep_size,
             top_k,
@@ -104,6 +108,7 @@ class MoeAlltoAll:
         max_num_tokens: int,
         mapping: Any,
         eplb_stats_num_experts: int = 0,
+        *,
         backend: str = "trtllm",
     ) -> dict[str, Any]:
         """The workspace of these sizes and of the mapping's group. Collective where it is made.
@@ -157,7 +162,7 @@ class MoeAlltoAll:
         *,
         backend: str = "trtllm",
     ) -> None:
-        checks.check_backend(backend)
+        sizes.check_backend(backend)
         sizes.at_least("top_k", top_k, 1)
         sizes.at_least("num_experts", num_experts, 1)
         self._init_constants()
@@ -280,8 +285,7 @@ class MoeAlltoAll:
             stats=eplb_local_stats,
         )
         checks.check_dispatch(self._kept, call)
-        opened = self._kept.exchanges.open(call)
-        self._kept.begin(opened)
+        opened = self._kept.open(call)
         self._round = opened
         self._stats = opened.stats
         if invalid_token_expert_id is not None and index is not None:
@@ -311,8 +315,9 @@ class MoeAlltoAll:
             payload_in_workspace: ``payload`` is what ``get_combine_payload_tensor_in_workspace``
                 gave; nothing is copied.
             output_dtype: None or the payload's.
-            output_scales, output_scalar_scale, sf_layout, use_low_precision: quantised results are
-                not served.
+            output_scales, output_scalar_scale, sf_layout: quantised results are not served.
+            use_low_precision: round bfloat16 results to FP8 E4M3, saturated and without a scale, as
+                FlashInfer sends them; here they travel as bfloat16, so it saves nothing.
             output: ``[T, H]`` of the payload's dtype and device, contiguous; overwritten.
             active_rank_mask: as dispatched.
 
@@ -333,7 +338,7 @@ class MoeAlltoAll:
         opened = self._round
         if opened is None:
             raise CallOrder("combine called before successful dispatch")
-        checks.check_unquantised(output_scales, output_scalar_scale, use_low_precision)
+        checks.check_unquantised(output_scales, output_scalar_scale)
         self._check_rows(runtime_max_tokens_per_rank)
         if self._active(active_rank_mask) != opened.call.active:
             raise Refused("active_rank_mask: expected the mask of the dispatch")
@@ -348,8 +353,9 @@ class MoeAlltoAll:
             payload_in_workspace,
             output_dtype,
             output,
-            release=True,
+            use_low_precision,
         )
+        opened.end()
         self._round = None
         self._stats = None
         return out

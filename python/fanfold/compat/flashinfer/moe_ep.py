@@ -108,14 +108,13 @@ class RankMajorExchange:
         Raises:
             TypeError: an option of no known name.
             InvalidArgument: the group is not the bootstrap's.
-            NotImplementedError: results that travel in low precision.
         """
         known = {"eplb_stats_num_experts", "enable_rank_mask", "comm_backend"}
         unknown = sorted(set(options) - known)
         if unknown:
             raise TypeError(f"options: expected {', '.join(sorted(known))}, got {unknown}")
         values = {name: getattr(config, name, None) for name in known} | options
-        checks.check_unquantised(None, 1.0, getattr(config, "use_low_precision_combine", False))
+        self._has_low_precision = bool(getattr(config, "use_low_precision_combine", False))
         self._params = params
         self._num_stats = int(values["eplb_stats_num_experts"] or 0)
         self._takes_masks = bool(values["enable_rank_mask"])
@@ -266,7 +265,10 @@ class RankMajorExchange:
         if expert_output.dim() == 2 and expert_output.shape[0] == rows:
             expert_output = expert_output.unflatten(0, (self.num_ranks, -1))
         output = checks.checked_output(opened, expert_output, output)
-        opened.combine(expert_output, output, release=True)
+        if self._has_low_precision:
+            expert_output = checks.in_low_precision(expert_output)
+        opened.combine(expert_output, output)
+        opened.end()
         self._round = None
         return output
 

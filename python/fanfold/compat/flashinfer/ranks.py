@@ -55,7 +55,8 @@ class RanksOfProcess:
 
     Creation is collective and waits; so the first rank that asks for an exchange makes all ranks'
     parts of it, on threads of its own. It sets their masks as well: on a GPU that waits for the
-    work of all ranks, which must not have begun.
+    work of all ranks, which must not have begun. So may freeing memory: what was given up is kept
+    until an exchange is made again, at the start of a later round.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -63,6 +64,7 @@ class RanksOfProcess:
         self._communicators = _core.Communicator.threads(num_ranks)
         self._lock = threading.Lock()
         self._made: dict[Hashable, tuple[dict[str, Any], list[AllToAll | None]]] = {}
+        self._given_up: list[AllToAll | None] = []
 
     def of_rank(self, rank: int) -> RankOfProcess:
         """What rank ``rank`` is given."""
@@ -82,6 +84,7 @@ class RanksOfProcess:
         """
         with self._lock:
             if name not in self._made:
+                self._given_up.clear()
                 self._made[name] = (config, self._make_all(config, active))
             of_first, parts = self._made[name]
             for field, value in config.items():
@@ -99,6 +102,7 @@ class RanksOfProcess:
         """Forget one rank's part. Closing would wait for ranks whose turn is still to come."""
         with self._lock:
             _, parts = self._made[name]
+            self._given_up.append(parts[rank])
             parts[rank] = None
             if not any(parts):
                 del self._made[name]

@@ -34,6 +34,16 @@ METAINFO_INDEX: dict[str, int] = {
 METAINFO_INDEX["NUM_METAINFO_FIELDS"] = NUM_METAINFO_FIELDS
 
 
+def check_backend(backend: str) -> None:
+    """Only one of FlashInfer's backends has a counterpart here."""
+    if backend == "cake":
+        raise NotImplementedError(
+            'backend: "cake" names generated GPU kernels, which are not served; use "trtllm"'
+        )
+    if backend != "trtllm":
+        raise InvalidArgument(f'backend: expected "trtllm", got {backend!r}')
+
+
 def metainfo_index_pairs() -> tuple[list[str], list[int]]:
     """The names, as FlashInfer exports them, and the indices of the offset table's fields."""
     names = [f"MOE_A2A_{name}" for name in METAINFO_INDEX]
@@ -78,6 +88,8 @@ def moe_a2a_get_workspace_size_per_rank(
     total_dispatch_payload_size_per_token: int,
     combine_payload_size_per_token: int,
     eplb_stats_num_experts: int = 0,
+    *,
+    backend: str = "trtllm",
 ) -> int:
     """Bytes of workspace per rank for rounds of these sizes, as FlashInfer counts them.
 
@@ -87,10 +99,13 @@ def moe_a2a_get_workspace_size_per_rank(
         total_dispatch_payload_size_per_token: bytes of all payload rows of one token.
         combine_payload_size_per_token: bytes of one row of results.
         eplb_stats_num_experts: length of the statistics that dispatch gathers; 0: none.
+        backend: "trtllm".
 
     Raises:
         InvalidArgument: a size that cannot be.
+        NotImplementedError: another backend.
     """
+    check_backend(backend)
     at_least("total_dispatch_payload_size_per_token", total_dispatch_payload_size_per_token, 0)
     at_least("combine_payload_size_per_token", combine_payload_size_per_token, 0)
     rows = ep_size * max_num_tokens

@@ -11,7 +11,7 @@ from typing import Any
 
 from fanfold.compat.flashinfer import counters, sizes
 from fanfold.compat.flashinfer.errors import CalledTooEarly, WorkspaceTooSmall
-from fanfold.compat.flashinfer.exchanges import Exchanges, OpenRound
+from fanfold.compat.flashinfer.exchanges import Dispatch, Exchanges, OpenRound
 from fanfold.compat.flashinfer.mnnvl import Owners
 from fanfold.compat.flashinfer.ranks import OwnRank, Ranks, RanksOfProcess
 from fanfold.errors import InvalidArgument
@@ -41,10 +41,19 @@ class WorkspaceRank:
     latest: OpenRound | None = None  # of whoever dispatched last
     own: OpenRound | None = None  # of the functions, which leave it open for further combines
 
-    def begin(self, opened: OpenRound) -> None:
-        """Take note of a dispatch."""
+    def open(self, call: Dispatch) -> OpenRound:
+        """Dispatch, and take note of it.
+
+        Raises:
+            As ``Exchanges.open``.
+        """
+        # It may be all that keeps an exchange, which must go before peers wait for this rank: on a
+        # GPU what frees memory waits for them.
+        self.latest = None
+        opened = self.exchanges.open(call)
         self.latest = opened
         self.epochs = (max(self.epochs) + 1, self.epochs[1])
+        return opened
 
     def regions(self) -> list[Region]:
         """The bytes that name the latest dispatch's payloads: by capacity, in their order."""

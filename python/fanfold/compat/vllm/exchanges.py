@@ -51,9 +51,10 @@ class Exchanges:
             sizes = {name: max(had[name], size) for name, size in sizes.items()}
             del self._grown[key]
             exchange.close()
-        exchange = self._make(communicator, {**config, **sizes})
-        self._grown[key] = (sizes, exchange)
-        return exchange
+            del exchange  # on a GPU what frees memory may wait for what a peer enqueues next
+        made = self._make(communicator, {**config, **sizes})
+        self._grown[key] = (sizes, made)
+        return made
 
     @property
     def all(self) -> list[AllToAll]:

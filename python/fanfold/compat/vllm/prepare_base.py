@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -161,7 +162,7 @@ class ExchangingClass(PrepareAndFinalize, ABC):
         self._placement = placement
         self._quantize = quantize
         self._rounds: dict[int, OpenRound] = {}
-        self._checked: AllToAll | None = None
+        self._checked: weakref.ref[AllToAll] | None = None
 
     # --- The two halves -------------------------------------------------------------------------
 
@@ -391,9 +392,9 @@ class ExchangingClass(PrepareAndFinalize, ABC):
                 received.release()
         exchange = self._exchange(rows)
         # Once for each exchange: on a GPU reading the map waits.
-        if exchange is not self._checked:
+        if self._checked is None or self._checked() is not exchange:
             check_experts(exchange, rows.num_experts, expert_map)
-            self._checked = exchange
+            self._checked = weakref.ref(exchange)
         return exchange
 
     def _round(self, ubatch: int) -> OpenRound:

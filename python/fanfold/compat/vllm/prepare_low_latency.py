@@ -36,7 +36,7 @@ class DeepEPLLPrepareAndFinalize(ByExpert):
         num_dispatchers: R.
         use_fp8_dispatch: see above.
         global_to_physical: ``[E]``: ids are replaced by its entries before they are sent;
-            negative ids stay. None: they are sent as they are.
+            negative ids stay. None: they are sent as they are. It does not change.
         physical_to_global, local_expert_global_ids: kept.
         placement: of the physical experts; see ``ExchangingClass``.
         max_in_flight: rounds that may be open at once: 2 for two micro-batches. Each takes memory.
@@ -71,6 +71,7 @@ class DeepEPLLPrepareAndFinalize(ByExpert):
         self.physical_to_global = physical_to_global
         self.local_expert_global_ids = local_expert_global_ids
         self.max_in_flight = max_in_flight
+        self._physical_tables: dict[Any, Any] = {}  # by device and dtype
 
     @staticmethod
     def maybe_roundup_layer_hidden_size(hidden_size: int) -> int:
@@ -210,7 +211,10 @@ class DeepEPLLPrepareAndFinalize(ByExpert):
     def _physical(self, topk_ids: Any) -> Any:
         if self.global_to_physical is None:
             return topk_ids
-        table = self.global_to_physical.to(topk_ids.device, topk_ids.dtype)
+        where = (topk_ids.device, topk_ids.dtype)
+        if where not in self._physical_tables:  # a copy from the host is made once, in no graph
+            self._physical_tables[where] = self.global_to_physical.to(*where)
+        table = self._physical_tables[where]
         return torch().where(topk_ids < 0, topk_ids, table[topk_ids.clamp(min=0).long()])
 
     def _exchange(self, rows: Rows) -> AllToAll:

@@ -10,10 +10,11 @@ from typing import Any, Literal
 import numpy
 
 from fanfold._core import CaptureLayout, Communicator, RoutingCapture
+from fanfold.compat.flashinfer.mnnvl import default_device
 from fanfold.compat.vllm import vllm_values
 from fanfold.compat.vllm.row_rules import Kept, RowRules, StepTokens
 from fanfold.compat.vllm.step_contexts import StepContexts
-from fanfold.errors import InvalidArgument, InvalidState
+from fanfold.errors import Error, InvalidArgument, InvalidState
 
 _MAX_UINT8_EXPERTS = 256
 _MAX_UINT16_EXPERTS = 65536
@@ -41,7 +42,13 @@ class RoutedExpertsCapturer:
       or one object for all steps, or where a step may capture nothing at all: nothing else tells
       the old rows from those of the next step.
 
-    Ids are logical and lie on the CPU. One call at a time; threads of micro-batches take turns.
+    - On a GPU kernels look at the ids: what is wrong with them is an error of
+      ``snapshot_routing_data``, which waits for the copy, where vLLM's only enqueues it.
+
+    Ids are logical and lie on ``device``. One call at a time; threads of micro-batches take turns.
+    On a GPU everything is enqueued on torch's current stream, and ``capture`` may be in a graph
+    capture: a replay records in the step that runs then, which the snapshot of the one before it
+    (or ``begin_step``) has begun.
 
     Args:
         max_num_batched_tokens: tokens of one step.
@@ -78,13 +85,16 @@ class RoutedExpertsCapturer:
         tp_all_gather: gives, for ``[n, top_k]`` ids, those of all tensor-parallel ranks,
             ``[tp_size * n, top_k]``, by rank; collective. None: that of ``comm``, else that of
             vLLM's tensor-parallel group. vLLM itself is looked up when one of these is needed.
-        comm: the tensor-parallel ranks.
+        comm: the tensor-parallel ranks. On a GPU the first gather among them makes memory: it
+            waits, and no graph capture may hold it.
         library: "torch" or "numpy", what arrays and dtypes belong to. None: "torch" with a
-            ``vllm_config``, else "numpy".
+            ``vllm_config``, else "numpy". On a GPU "torch".
+        device: where ids and snapshots lie: "cpu", "cuda:1", a torch.device. None: with a
+            ``vllm_config`` torch's current CUDA device, if this build can use it; else "cpu".
 
     Raises:
         InvalidArgument: values that lack or contradict each other.
-        Unsupported: context parallelism of the prefill.
+        Unsupported: context parallelism of the prefill; no such device.
 
     Source: vLLM 0.33.0, ``vllm.model_executor.layers.fused_moe.routed_experts_capturer``.
     """
@@ -108,6 +118,7 @@ class RoutedExpertsCapturer:
         tp_all_gather: Callable[[Any], Any] | None = None,
         comm: Communicator | None = None,
         library: Literal["torch", "numpy"] | None = None,
+        device: Any = None,
     ) -> None:
         known = {} if vllm_config is None else vllm_values.of_config(vllm_config)
         self._max_tokens = _at_least_one("max_num_batched_tokens", max_num_batched_tokens)
@@ -135,6 +146,14 @@ class RoutedExpertsCapturer:
         self._library = library or ("numpy" if vllm_config is None else "torch")
         if self._library not in ("torch", "numpy"):
             raise InvalidArgument(f'library: expected "torch" or "numpy", got {library!r}')
+        if device is None:
+            device = "cpu" if vllm_config is None else default_device()
+        self._is_on_gpu = str(device) != "cpu"
+        if self._is_on_gpu and self._library != "torch":
+            raise InvalidArgument(
+                f'library: expected "torch" on device {device}, whose streams are torch\'s, got '
+                f"{self._library!r}"
+            )
         self._rules = RowRules(self.dp_rank, self.tp_size, sequence_parallel)
         self._forward_context = forward_context or vllm_values.forward_context
         self._token_offset = token_offset or vllm_values.token_offset
@@ -148,6 +167,7 @@ class RoutedExpertsCapturer:
             layers=self._moe_layers,
             max_in_flight=1,
             comm=comm,
+            device=device,
         )
         self.shape_per_token = (self._num_layers, top_k)
         self.output_dtype_name = "uint8" if num_experts <= _MAX_UINT8_EXPERTS else "uint16"
@@ -170,7 +190,7 @@ class RoutedExpertsCapturer:
         Unlike vLLM's buffer it is a copy, made anew each time it is asked for: writing to it
         records nothing. Cells that were not recorded are -1, and after a snapshot all are.
         """
-        with self._capture.snapshot(self._max_tokens) as snapshot:
+        with self._capture.snapshot(self._max_tokens, stream=self._stream()) as snapshot:
             return self._given(self._of_all_layers(snapshot.array, -1))
 
     def begin_step(self) -> None:
@@ -184,17 +204,18 @@ class RoutedExpertsCapturer:
         self._step_id += 1
         self._spans.clear()
         self._contexts.forget()
-        self._capture.begin_step(self._step_id)
+        self._capture.begin_step(self._step_id, stream=self._stream())
 
     def capture(self, layer_id: int, topk_ids: Any) -> None:
         """Record the ids of one layer, for those rows that are this rank's tokens.
 
         Args:
             layer_id: the layer, 0 to ``num_layers - 1``.
-            topk_ids: ``[rows, top_k]`` integers on the CPU, anything with DLPack; used during the
-                call. The number of rows says what they are: the tokens of all data-parallel ranks,
-                of this one, the gathered shards of all ranks, or a shard, which is gathered from
-                the tensor-parallel ranks; all rows where the context says nothing.
+            topk_ids: ``[rows, top_k]`` integers on ``device``, anything with DLPack; used during
+                the call, on a GPU until the stream has passed it. The number of rows says what they
+                are: the tokens of all data-parallel ranks, of this one, the gathered shards of all
+                ranks, or a shard, which is gathered from the tensor-parallel ranks; all rows where
+                the context says nothing.
 
         Raises:
             IndexError: no such layer (a ``fanfold.InvalidArgument`` too); checked first.
@@ -235,7 +256,7 @@ class RoutedExpertsCapturer:
             self.begin_step()
             if offset == 0:
                 self._contexts.keep(context)
-        self._capture.record(layer_id, rows, layout)
+        self._capture.record(layer_id, rows, layout, stream=self._stream())
         if kept.count:
             self._spans.setdefault(layer_id, []).append((first, last))
 
@@ -253,10 +274,15 @@ class RoutedExpertsCapturer:
             InvalidArgument: more tokens than there can be; the step goes on.
             InvalidState: a layer of ``moe_layers`` lacks a requested token in this step: names the
                 layers. The step has ended.
-            InvalidArgument: a requested token has -1 for an id, which the dtype cannot hold. The
-                step has ended.
+            InvalidArgument: a requested token has -1 for an id, which the dtype cannot hold; on a
+                GPU also: the step recorded an id at or past ``num_experts``. The step has ended.
         """
-        with self._capture.snapshot(num_tokens) as snapshot:
+        with self._capture.snapshot(num_tokens, stream=self._stream()) as snapshot:
+            try:
+                snapshot.wait()
+            except Error:
+                self.begin_step()
+                raise
             missing = snapshot.missing_layers
             missing_rows = dict(zip(self._moe_layers, snapshot.missing_rows, strict=True))
             ids = self._of_all_layers(snapshot.array, 0)
@@ -298,7 +324,7 @@ class RoutedExpertsCapturer:
                 f"tp_all_gather: expected {expected} rows (tp_size {self.tp_size} shards of "
                 f"{num_rows}), got {_num_rows(rows)}"
             )
-        if self._tp_rank is not None:
+        if self._tp_rank is not None and not self._is_on_gpu:  # there it would wait
             mine = _as_numpy(rows)[self._tp_rank * num_rows :][:num_rows]
             if not numpy.array_equal(mine, _as_numpy(topk_ids)):
                 raise InvalidArgument(
@@ -315,7 +341,16 @@ class RoutedExpertsCapturer:
         return ids
 
     def _given(self, array: Any) -> Any:
-        return _torch().from_numpy(array) if self._library == "torch" else array
+        if self._library != "torch":
+            return array
+        tensor = _torch().from_numpy(array)
+        return tensor.to(self._capture.device) if self._is_on_gpu else tensor
+
+    def _stream(self) -> int | None:
+        """torch's current stream of the device; None on the CPU."""
+        if not self._is_on_gpu:
+            return None
+        return int(_torch().cuda.current_stream(self._capture.device).cuda_stream)
 
 
 def _required(name: str, given: int | None, known: dict[str, int], most: int | None = None) -> int:

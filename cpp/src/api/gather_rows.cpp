@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// How the shards of a sequence come together for a RoutingCapture.
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "exec/device_backend.h"
+#include "fanfold/all_to_all.h"
+#include "fanfold/communicator.h"
+#include "fanfold/routing_capture.h"
+#include "gpu/backend.h"
+
+namespace fanfold {
+namespace {
+
+using Counts = std::vector<std::int64_t>;
+
+/// Rows of a GPU: each is a token that goes to every rank, as if each rank had one expert, and the
+/// token chose all of them.
+class DeviceGather {
+ public:
+  DeviceGather(Communicator& communicator, int device, std::int64_t max_rows,
+               std::int64_t max_row_bytes)
+      : communicator_(communicator),
+        device_(device),
+        max_rows_(max_rows),
+        max_row_bytes_(max_row_bytes) {}
+
+  void operator()(const TensorView& send, const TensorView& recv, const Counts& counts,
+                  void* stream) {
+    const std::int64_t num_rows = *std::max_element(counts.begin(), counts.end());
+    if (num_rows == 0) return;  // on every rank
+    if (exchange_ == nullptr) make();
+    DispatchInputs inputs;
+    inputs.topk_ids = everyone(send.shape[0]);
+    inputs.payloads = {send};
+    inputs.round_max_tokens = num_rows;
+    inputs.stream = stream;
+    const Received received = exchange_->dispatch(inputs);
+    const auto* const rows = static_cast<const std::byte*>(received.payloads()[0].data);
+    auto* to = static_cast<std::byte*>(recv.data);
+    for (std::size_t rank = 0; rank < counts.size(); ++rank) {
+      const std::int64_t bytes = counts[rank] * recv.row_bytes();
+      const auto source = static_cast<std::int64_t>(rank) * num_rows * recv.row_bytes();
+      if (bytes > 0) backend_->copy(to, rows + source, bytes, stream);
+      to += bytes;
+    }
+    exchange_->release(received.handle(), stream);
+  }
+
+ private:
+  void make() {
+    const int num_ranks = communicator_.num_ranks();
+    AllToAllConfig config;
+    config.num_experts = num_ranks;
+    config.top_k = num_ranks;
+    config.max_tokens_per_rank = max_rows_ + num_ranks;  // padding
+    config.hidden = 1;
+    config.dtype = DType::kFloat32;
+    config.dispatch_row_bytes = max_row_bytes_;
+    config.strategy = Strategy::kOneSided;
+    config.layout = Layout::kRankMajor;
+    config.device = DeviceType::kGpu;
+    config.device_index = device_;
+    config.name = "shards of a RoutingCapture";
+    auto backend = gpu::make_backend(device_);
+    std::vector<std::int32_t> ranks;
+    for (std::int64_t row = 0; row < config.max_tokens_per_rank; ++row) {
+      for (int rank = 0; rank < num_ranks; ++rank) ranks.push_back(rank);
+    }
+    const auto bytes = static_cast<std::int64_t>(ranks.size() * sizeof ranks[0]);
+    ranks_ = backend->allocate(bytes);
+    backend->upload(ranks_.get(), ranks.data(), bytes);
+    exchange_ = std::make_unique<AllToAll>(communicator_, config);
+    backend_ = std::move(backend);
+  }
+
+  TensorView everyone(std::int64_t num_rows) const {
+    TensorView view(static_cast<void*>(ranks_.get()), DType::kInt32,
+                    {num_rows, communicator_.num_ranks()});
+    view.device = DeviceType::kGpu;
+    view.device_index = device_;
+    return view;
+  }
+
+  Communicator& communicator_;
+  int device_;
+  std::int64_t max_rows_;
+  std::int64_t max_row_bytes_;
+  std::shared_ptr<exec::DeviceBackend> backend_;
+  std::shared_ptr<std::byte> ranks_;  // in [rows, num_ranks] int32
+  std::unique_ptr<AllToAll> exchange_;
+};
+
+}  // namespace
+
+GatherRows gather_rows(Communicator& communicator, const RoutingCaptureConfig& config) {
+  if (config.device == DeviceType::kCpu) {
+    return [&communicator](const TensorView& send, const TensorView& recv, const Counts& counts,
+                           void* /*stream*/) { communicator.all_gather_v(send, recv, counts); };
+  }
+  const std::int64_t width = std::int64_t{config.top_k} + config.num_shared_experts;
+  const auto gather = std::make_shared<DeviceGather>(communicator, config.device_index,
+                                                     config.max_tokens, 8 * width);
+  return [gather](const TensorView& send, const TensorView& recv, const Counts& counts,
+                  void* stream) { (*gather)(send, recv, counts, stream); };
+}
+
+}  // namespace fanfold
