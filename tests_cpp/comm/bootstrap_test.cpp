@@ -65,11 +65,12 @@ TEST(BootstrapTest, TheCallersCollectivesBringTheRanksTogether) {
   });
 }
 
-TEST(BootstrapTest, RanksOnDifferentMachinesAreRefusedOnEveryRank) {
+TEST(BootstrapTest, RanksOnDifferentHostsAreRefusedOnEveryRank) {
   const auto change = [](int rank, std::vector<Bytes>& all) {
-    all[static_cast<std::size_t>(1 - rank)][0] ^= std::byte{1};  // another boot id
+    all[static_cast<std::size_t>(1 - rank)][7] ^= std::byte{1};  // of the boot id
   };
-  expect_error<Unsupported>(change, "from_callbacks: expected all ranks on one machine");
+  expect_error<Unsupported>(
+      change, "from_callbacks: expected all ranks on one host, got rank 0 on host 'boot ");
 }
 
 TEST(BootstrapTest, AGatherThatLosesARankIsRefused) {

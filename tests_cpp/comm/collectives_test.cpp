@@ -218,10 +218,16 @@ std::string name_of_case(
          std::to_string(std::get<1>(info.param)) + "Rows" + std::to_string(std::get<2>(info.param));
 }
 
-INSTANTIATE_TEST_SUITE_P(Sizes, CollectivesTest,
-                         ::testing::Combine(::testing::ValuesIn(testing::kGroupKinds),
+INSTANTIATE_TEST_SUITE_P(Threads, CollectivesTest,
+                         ::testing::Combine(::testing::Values(GroupKind::kThreads),
                                             ::testing::Values(1, 2, 4, 7),
                                             ::testing::Values(0, 1, 37, 30'000)),
+                         name_of_case);
+// 8000 rows, too, are more than a staging half.
+INSTANTIATE_TEST_SUITE_P(Loopback, CollectivesTest,
+                         ::testing::Combine(::testing::Values(GroupKind::kLoopback),
+                                            ::testing::Values(1, 2, 5),
+                                            ::testing::Values(0, 37, 8'000)),
                          name_of_case);
 
 class AllReduceTest : public ::testing::TestWithParam<std::tuple<GroupKind, DType>> {};

@@ -175,6 +175,46 @@ TEST(TransportJoinTest, WhatOneRankMeetsFailsOnAll) {
   });
 }
 
+/// Brings rank 1 another path than rank 0 gave.
+class MisleadingTransport final : public Transport {
+ public:
+  explicit MisleadingTransport(std::shared_ptr<Transport> inner) : inner_(std::move(inner)) {}
+  int rank() const noexcept override { return inner_->rank(); }
+  int num_ranks() const noexcept override { return inner_->num_ranks(); }
+  std::string kind() const override { return inner_->kind(); }
+  void start(std::int64_t max_message_bytes) override { inner_->start(max_message_bytes); }
+  void send(int peer, const std::vector<Part>& parts) override { inner_->send(peer, parts); }
+  std::optional<Message> receive(std::chrono::nanoseconds max_wait) override {
+    std::optional<Message> message = inner_->receive(max_wait);
+    if (!message.has_value() || rank() == 0) return message;
+    const std::string name = "/rendezvous";
+    const auto* text = reinterpret_cast<const char*>(message->bytes.data());
+    const std::size_t at = std::string(text, message->bytes.size()).find(name);
+    if (at != std::string::npos) message->bytes[at + 1] = std::byte{'X'};
+    return message;
+  }
+  std::string lost_reason(int peer) const override { return inner_->lost_reason(peer); }
+  void close(std::chrono::nanoseconds timeout) noexcept override { inner_->close(timeout); }
+
+ private:
+  std::shared_ptr<Transport> inner_;
+};
+
+TEST(TransportJoinTest, RanksThatCannotMeetOnTheirHostAllSaySo) {
+  LoopbackNetwork network(2);
+  spawn_on(network, 2, [&](int rank, std::shared_ptr<Transport> inner) {
+    const auto transport = std::make_shared<MisleadingTransport>(std::move(inner));
+    expect_error<PeerTimeout>({"from_transport: all ranks are on one host, but could not meet",
+                               "use 'always' does without its memory"},
+                              [&] {
+                                (void)Communicator::from_transport(transport, TransportUse::kAuto,
+                                                                   milliseconds(300));
+                              });
+    EXPECT_TRUE(network.is_closed(rank));
+  });
+  EXPECT_EQ(network.num_breaches(), 0);
+}
+
 /// A transport that claims too many ranks, or to be none of them.
 TEST(TransportJoinTest, OddTransportsAreRefused) {
   expect_error<InvalidArgument>({"transport: expected one, got null"},

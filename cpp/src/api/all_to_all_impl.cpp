@@ -198,6 +198,7 @@ void AllToAll::Impl::require_usable() const {
 
 void AllToAll::Impl::require_not_failed() const {
   require_usable();
+  exchange_->communicator()->group().check_thread(what().c_str());
   if (!session_->has_failed()) {
     run([this] { exchange_->throw_if_kernels_failed(); });
     return;
@@ -377,6 +378,7 @@ void AllToAll::Impl::abort(const std::string& reason) {
 }
 
 void AllToAll::Impl::reset(base::Deadline limit) {
+  exchange_->communicator()->group().check_thread("reset");
   exchange_->check_no_capture("reset");
   // First: when this rank's wait fails, peers that came through may already send.
   session_->end_rounds();
@@ -390,6 +392,7 @@ void AllToAll::Impl::mark_closed() noexcept {
 }
 
 void AllToAll::Impl::close(base::Deadline limit) {
+  exchange_->communicator()->group().check_thread("close");
   const bool has_failed = session_->has_failed();
   const Slot* slot = open_slot();
   if (slot != nullptr && !has_failed && session_->members().size() > 1) {

@@ -65,6 +65,7 @@ void Communicator::Impl::close(base::Deadline deadline) {
 
 Communicator::Impl::Call::Call(Impl& impl, const char* name) : impl_(impl) {
   impl_.check_usable(name);
+  impl_.group_->check_thread(name);
   if (impl_.is_running_.exchange(true, std::memory_order_acquire)) {
     throw InvalidState(base::str(name,
                                  ": another thread is inside a call of this communicator; make one "

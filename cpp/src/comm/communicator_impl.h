@@ -46,7 +46,8 @@ class Communicator::Impl {
   /// One call on the channel; a second at the same time is the caller's mistake.
   class Call {
    public:
-    /// @throws InvalidState  as `check_usable`, or another thread is inside a call.
+    /// @throws InvalidState  as `check_usable`, another thread is inside a call, or only another
+    ///                       thread may make any.
     Call(Impl& impl, const char* name);
     ~Call();
     Call(const Call&) = delete;

@@ -84,6 +84,9 @@ class Group {
   /// The host of each rank, numbered in the order in which ranks first name them.
   const std::vector<int>& hosts() const noexcept { return hosts_; }
 
+  /// @throws InvalidState  only another thread may make calls that talk to peers; `call` is named.
+  virtual void check_thread(const char* /*call*/) const {}
+
   /// True in a process forked from the one that made this group: nothing may be used there.
   virtual bool is_forked_child() const noexcept = 0;
 

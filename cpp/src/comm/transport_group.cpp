@@ -6,6 +6,7 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <utility>
 
 #include "base/format.h"
@@ -60,8 +61,8 @@ struct HeldWindows {
 };
 
 std::vector<int> all_ranks(int num_ranks) {
-  std::vector<int> ranks;
-  for (int rank = 0; rank < num_ranks; ++rank) ranks.push_back(rank);
+  std::vector<int> ranks(index(num_ranks));
+  std::iota(ranks.begin(), ranks.end(), 0);
   return ranks;
 }
 
@@ -202,7 +203,7 @@ std::int64_t TransportGroup::max_message_bytes() noexcept {
   return Channel::max_half_bytes() + RemoteWindows::kMaxOverhead;
 }
 
-TransportGroup::TransportGroup(std::shared_ptr<MessageHub> hub)
+TransportGroup::TransportGroup(const std::shared_ptr<MessageHub>& hub)
     : TransportGroup(hub, 0, all_ranks(hub->num_ranks()), hub->rank()) {}
 
 TransportGroup::TransportGroup(std::shared_ptr<MessageHub> hub, std::uint64_t id,

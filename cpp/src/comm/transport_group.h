@@ -56,7 +56,7 @@ class TransportGroup final : public Group {
 
   /// The group of all ranks of the transport, which must be one that nothing has been made on.
   /// Local: peers may come later.
-  explicit TransportGroup(std::shared_ptr<MessageHub> hub);
+  explicit TransportGroup(const std::shared_ptr<MessageHub>& hub);
   ~TransportGroup() override;
 
   const char* kind() const noexcept override { return hub_->kind().c_str(); }
@@ -74,6 +74,7 @@ class TransportGroup final : public Group {
   void leave() noexcept override;
   void finish(base::Deadline deadline) noexcept override;
   bool is_forked_child() const noexcept override { return hub_->is_forked_child(); }
+  void check_thread(const char* call) const override { hub_->check_thread(call); }
   bool shares_memory() const noexcept override { return false; }
   std::shared_ptr<RemoteWindows> remote_windows(const Windows& windows) const override;
 

@@ -90,6 +90,7 @@ class Gathering : public Collective {
     comm::Windows windows;
     SymmetricMemory memory;
     std::shared_ptr<std::byte> local;
+    std::shared_ptr<std::byte> own_blocks;
   };
 
   // Blocks (gathering_blocks.cpp).
@@ -153,7 +154,7 @@ class Gathering : public Collective {
   const bool shares_memory_;
   std::shared_ptr<std::byte> home_;  // null: `mine()` has room
   std::vector<std::byte*>
-      blocks_;  // of slot 0, by rank (copies of peers' are unused); only in layout gathered
+      blocks_;  // of slot 0, by rank, or all this rank's; only in layout gathered
   std::shared_ptr<const Kept> kept_;
   std::vector<std::byte*> push_targets_;  // scratch [R]
 };

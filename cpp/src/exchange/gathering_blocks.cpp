@@ -29,18 +29,19 @@ Gathering::Gathering(Setup setup, base::Deadline deadline)
     }
     workspace_.block_stride = owner.block_stride;
   }
-  Kept kept{{}, {}, local_};
-  if (is_gathered()) {
+  Kept kept{{}, {}, local_, {}};
+  if (has_shared_blocks()) {
     kept.windows = shared().windows;
     kept.memory = shared().memory;
     for (const auto& window : kept.windows) {
       blocks_.push_back(window->data() + workspace_.block_offset);
     }
     push_targets_.resize(blocks_.size());
-    if (!shares_memory_) {
-      home_ = base::map_private(workspace_.max_tokens_per_rank * num_ranks() *
-                                workspace_.rows_per_token * workspace_.wire_row_bytes);
-    }
+  } else if (is_gathered()) {
+    kept.own_blocks = shared().own_blocks;
+    blocks_.assign(static_cast<std::size_t>(num_ranks()), kept.own_blocks.get());
+    home_ = base::map_private(workspace_.max_tokens_per_rank * num_ranks() *
+                              workspace_.rows_per_token * workspace_.wire_row_bytes);
   }
   kept_ = std::make_shared<Kept>(std::move(kept));
 }

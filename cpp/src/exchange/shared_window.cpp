@@ -3,6 +3,7 @@
 
 #include <utility>
 
+#include "base/mapping.h"
 #include "comm/communicator_impl.h"
 #include "memory/symmetric_block.h"
 
@@ -48,7 +49,11 @@ void SharedWindow::close(base::Deadline deadline) {
 SharedChannel make_channel(const Setup& setup, std::int64_t bytes, base::Deadline deadline) {
   comm::Group& group = setup.communicator->group();
   SharedChannel made;
-  if (setup.allocator == nullptr) {
+  if (!group.shares_memory()) {
+    const std::int64_t channel_bytes = comm::Channel::window_bytes(group.num_ranks());
+    made.own_blocks = base::map_private(bytes - channel_bytes);
+    made.windows = group.share_windows(channel_bytes, deadline);
+  } else if (setup.allocator == nullptr) {
     made.windows = group.share_windows(bytes, deadline);
   } else {
     made.allocator = *setup.allocator;
@@ -64,6 +69,7 @@ void SharedChannel::close(base::Deadline deadline) {
   channel->close(deadline);
   channel.reset();
   windows.clear();
+  own_blocks.reset();
   // As above: what is still looked at goes with its last view.
   if (allocator && memory.block().use_count() == 1) allocator->free(memory);
   memory = SymmetricMemory();

@@ -57,7 +57,8 @@ class SharedWindow {
 /// A channel of the group for the strategies over collectives. Copies share it.
 struct SharedChannel {
   std::shared_ptr<comm::Channel> channel;
-  comm::Windows windows;  // the channel's, with what follows it
+  comm::Windows windows;  // the channel's; with what follows it, where ranks share memory
+  std::shared_ptr<std::byte> own_blocks;  // what would follow it in this rank's, where they do not
   // Where an allocator was given:
   std::optional<Allocator> allocator;
   SymmetricMemory memory;
