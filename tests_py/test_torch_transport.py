@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+import queue
 import signal
+import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from support import transports
 from support.transport_scenarios import NAMES
 
+from fanfold import torch_transport
 from fanfold.testing import RankEnded, process_outcomes, spawn_processes
 
 pytestmark = pytest.mark.multiproc
@@ -69,3 +74,102 @@ def test_a_killed_rank_is_lost_to_its_peers(store: str) -> None:
 @pytest.mark.parametrize("is_ragged", [False, True], ids=["together", "ragged"])
 def test_a_process_ends_well_with_all_left_open(store: str, is_ragged: bool) -> None:
     assert spawn_processes(3, transports.leave_gloo_open, store, is_ragged) == ["left"] * 3
+
+
+class Work:
+    """An operation that ends when it is told to."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+        self._end: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def wait(self, timeout: Any) -> None:
+        failure = self._end.get()
+        if failure:
+            raise RuntimeError(failure)
+
+    def end(self, failure: str = "", message: bytes = b"") -> None:
+        """End, with a message that has come or with a failure."""
+        head = struct.pack("<q", len(message) or -1)
+        if not failure and len(self.tensor) > len(head):
+            self.tensor[: len(head + message)] = torch.frombuffer(
+                bytearray(head + message), dtype=torch.uint8
+            )
+        self._end.put(failure)
+
+
+class Group:
+    """Two ranks of a group; the test decides what becomes of the operations of rank 0."""
+
+    group_name = "two"
+
+    def __init__(self) -> None:
+        self.sends: list[Work] = []
+        self.receives: list[Work] = []
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+    def send(self, tensors: list[Any], peer: int, tag: int) -> Work:
+        self.sends.append(Work(tensors[0]))
+        return self.sends[-1]
+
+    def recv(self, tensors: list[Any], peer: int, tag: int) -> Work:
+        self.receives.append(Work(tensors[0]))
+        return self.receives[-1]
+
+
+def test_what_had_come_before_a_send_failed_is_received() -> None:
+    group = Group()
+    transport = torch_transport.TorchTransport(group, 0)
+    transport.start(100)
+    transport.send(1, bytearray(b"never arrives"))
+    group.sends[0].end(failure="Connection closed by peer")
+    assert transport.receive(0.1) is None
+    assert transport.lost_reason(1) == ""
+    transport.send(1, bytearray(b"not even tried"))
+    assert len(group.sends) == 1
+    group.receives[0].end(message=b"last word")
+    received = transport.receive(5.0)
+    assert received is not None
+    assert (received[0], bytes(received[1])) == (1, b"last word")
+    assert transport.lost_reason(1) == ""
+    group.receives[1].end(failure="Connection closed by peer")
+    assert transport.receive(0.1) is None
+    assert transport.lost_reason(1) == "its connection was closed"
+    transport.close(0.0)
+
+
+def test_a_last_word_is_answered_at_once() -> None:
+    group = Group()
+    transport = torch_transport.TorchTransport(group, 0)
+    transport.start(100)
+    group.receives[0].end()
+    assert transport.receive(0.1) is None
+    assert transport.lost_reason(1) == "it has closed the communicator"
+    (answer,) = group.sends
+    assert answer.tensor.tolist() == list(struct.pack("<q", -1))
+    answer.end()
+    transport.close(5.0)
+    assert len(group.sends) == 1
+
+
+def test_a_group_is_broken_with_tensors_of_the_cpu() -> None:
+    group = Group()
+    transport = torch_transport.TorchTransport(group, 0)
+
+    class Refused(Exception):
+        pass
+
+    def refuse(tensors: list[Any], peer: int, tag: int) -> Work:
+        devices.append(tensors[0].device.type)
+        raise Refused
+
+    devices: list[str] = []
+    group.recv = refuse  # type: ignore[method-assign]
+    with torch.device("meta"):
+        transport._break_group()
+    assert devices == ["cpu"]

@@ -8,6 +8,9 @@ from typing import Any
 from fanfold import _core
 from fanfold.errors import InvalidArgument, InvalidState, Unsupported
 
+_TRANSPORTS = ("auto", "shared_memory", "group")
+_next_number: dict[str, int] = {}  # of the transports on a group of that name
+
 
 def torch_module() -> Any:
     """The module torch, for code that must not import it when it is imported itself."""
@@ -24,7 +27,8 @@ def from_torch(
     If all ranks are on one host, the group only serves to meet, and rows travel through shared
     memory. Else the group carries them, and it must have gloo for CPU tensors ("gloo", or
     "cpu:gloo,cuda:nccl"). It stays usable for anything else, also in between. Ranks must call this
-    equally often on a group; after a call that failed on some of them, take a new group.
+    equally often on a group; after a call that failed on some of them, take a new group. A group
+    without gloo meets in its object collectives, which have its own deadline.
 
     Args:
         group: any ``ProcessGroup``; None means the default group, which must be initialised.
@@ -36,23 +40,22 @@ def from_torch(
         A communicator whose rank is this process's rank in ``group``.
 
     Raises:
-        InvalidArgument: this process is no member of the group, or an unknown transport.
+        InvalidArgument: this process is no member of the group, or an unknown transport, or another
+            than that of another rank.
         InvalidState: torch.distributed is not initialised.
+        PeerTimeout: a rank did not call it in time.
         Unsupported: the ranks are on different hosts, and the group has no gloo or "shared_memory"
             was asked for; or "group", and the group has no gloo.
     """
-    from fanfold.torch_transport import TorchTransport, gloo_group
+    from fanfold.torch_transport import gloo_group
 
-    uses = {"auto": "auto", "shared_memory": "shared_memory", "group": "always"}
-    if transport not in uses:
+    if transport not in _TRANSPORTS:
         raise InvalidArgument(
             f"transport: expected 'auto', 'shared_memory' or 'group', got {transport!r}"
         )
     gloo = gloo_group(group)
     if gloo is not None:
-        return _core.Communicator.from_transport(
-            TorchTransport(gloo), use=uses[transport], timeout_s=timeout_s
-        )
+        return _from_gloo(gloo, transport, timeout_s)
     import torch.distributed as dist
 
     lacking = (
@@ -67,8 +70,44 @@ def from_torch(
         raise Unsupported(f"{error}; {lacking}") from error
 
 
+def _from_gloo(gloo: Any, transport: str, timeout_s: float) -> _core.Communicator:
+    """Meet in messages of gloo; the group carries the rows where memory cannot, or is not to."""
+    from fanfold.torch_transport import Meeting, TorchTransport
+
+    if not timeout_s >= 0:
+        raise InvalidArgument(f"timeout_s: expected 0 or more, got {timeout_s!r}")
+    with Meeting(gloo, timeout_s) as meeting:
+        # Ranks may have used different numbers: one of them joined a group of that name later.
+        name = str(gloo.group_name)
+        own = f"{_next_number.get(name, 0)} {transport}"
+        told = [text.decode().split(" ", 1) for text in meeting.all_gather(own.encode())]
+        number = max(int(each[0]) for each in told)
+        _next_number[name] = number + 1
+        for rank, (_, theirs) in enumerate(told):
+            if theirs != told[0][1]:
+                raise InvalidArgument(
+                    f"transport: expected the same on every rank, got {told[0][1]!r} on rank 0 "
+                    f"and {theirs!r} on rank {rank}"
+                )
+        if transport != "group":
+            try:
+                return _core.Communicator.from_callbacks(
+                    rank=gloo.rank(),
+                    num_ranks=gloo.size(),
+                    all_gather=meeting.all_gather,
+                    barrier=lambda: meeting.all_gather(b""),
+                    timeout_s=timeout_s,
+                )
+            except Unsupported:  # several hosts, which all ranks find
+                if transport == "shared_memory":
+                    raise
+    return _core.Communicator.from_transport(
+        TorchTransport(gloo, number), use="always", timeout_s=timeout_s
+    )
+
+
 def _from_collectives(group: Any, timeout_s: float) -> _core.Communicator:
-    """Meet through the object collectives of a group of any backend."""
+    """Meet in the object collectives of a group of any backend."""
     import torch.distributed as dist
 
     def all_gather(data: bytes) -> list[bytes]:

@@ -5,7 +5,8 @@ What gloo does, and what follows from it:
 
 - A wait that times out closes the connections of the whole group for good. So waits here have no
   deadline; threads do them, which hand over what has come, and a deadline is a wait for them.
-- A receive cannot be taken back. So each rank says when it closes, and no receive stays behind.
+- A receive cannot be taken back. So each rank says when it closes, and its peers answer: then no
+  receive stays behind.
 - Nothing tells whether an operation is done but a wait for it, sends too.
 
 The group itself is only called on the threads that call the transport.
@@ -21,119 +22,270 @@ import queue
 import struct
 import threading
 import time
-import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fanfold.errors import InvalidArgument, InvalidState
+from fanfold.errors import InvalidArgument, InvalidState, PeerLost, PeerTimeout
 
 _FOREVER = datetime.timedelta(days=365)
 _LENGTH = struct.Struct("<q")  # in front of every message
 _CLOSED = -1  # in place of a length
 _FIRST_TAG = 0x46000000  # away from the small numbers that users take
 _NUM_TAGS = 0x1000000
-_HAS_CLOSED = "it has closed the communicator"
-_PARTING_S = 2.0  # for a last word between ranks that end without close
 _POISON_TAG = _FIRST_TAG - 1
+_MEETING_TAG = _FIRST_TAG - 2
+_MEETING_BYTES = 1 << 14  # the longest thing that a rank says when it meets the others
+_HAS_CLOSED = "it has closed the communicator"
+_PATIENCE_S = 0.3  # for the last words of peers, which may have reasons not to close for long
+_PARTING_S = 2.0  # the same between ranks that end without close
 
-_num_made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-_open: set[TorchTransport] = set()  # those with threads
+_Event = tuple[int, str | None]  # a peer, and None or why an operation with it failed
 
 
 class _Waiter:
-    """A thread that waits for operations on one peer, in order, and tells when one is done."""
+    """A thread that waits for operations, one after the other, and tells how each has ended."""
 
-    def __init__(self, name: str, peer: int, done: queue.SimpleQueue[tuple[int, str | None]] | None,
-                 failed: queue.SimpleQueue[tuple[int, str | None]]) -> None:  # fmt: skip
-        self._works: queue.SimpleQueue[tuple[Any, Any] | None] = queue.SimpleQueue()
-        self._peer = peer
-        self._done = done
-        self._failed = failed
+    def __init__(self, name: str, told: queue.SimpleQueue[_Event]) -> None:
+        self._works: queue.SimpleQueue[tuple[int, Any, Any] | None] = queue.SimpleQueue()
+        self._told = told
         # A daemon: the interpreter waits for others before it calls what ends this one.
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.thread.start()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
-    def add(self, work: Any, buffer: Any) -> None:
+    def add(self, peer: int, work: Any, buffer: Any) -> None:
         """Wait for an operation after those before; the buffer lives until it is done."""
-        self._works.put((work, buffer))
+        self._works.put((peer, work, buffer))
 
     def end(self) -> None:
         """End when nothing is left to wait for."""
         self._works.put(None)
 
+    def has_ended(self, deadline: float | None = None) -> bool:
+        """Whether it has, or does until the deadline."""
+        if deadline is not None:
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+        return not self._thread.is_alive()
+
     def _run(self) -> None:
         while (entry := self._works.get()) is not None:
+            peer = entry[0]
             try:
-                entry[0].wait(_FOREVER)
+                entry[1].wait(_FOREVER)
             except Exception as error:
-                self._failed.put((self._peer, _reason(error)))
+                self._told.put((peer, _reason(error)))
                 return
             del entry  # and its buffer
-            if self._done is not None:
-                self._done.put((self._peer, None))
+            self._told.put((peer, None))
 
 
-class TorchTransport:
-    """A ``fanfold.Transport`` on a torch.distributed group that has gloo for CPU tensors.
-
-    Every rank of the group makes as many as the others, in the same order: number n of a group uses
-    tag n of a range of its own. The group stays usable for anything else.
-
-    Each peer costs two threads, and two buffers of the size of the largest message.
-    """
-
-    kind = "gloo"
-    is_thread_bound = False
+class _User:
+    """What has threads that wait for operations on a group."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
         self.rank: int = group.rank()
         self.num_ranks: int = group.size()
-        number = _num_made.get(group, 0)
-        _num_made[group] = number + 1
-        self._tag = _FIRST_TAG + number % _NUM_TAGS
+        self._peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
         self._process = os.getpid()
-        self._inbox: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()
+
+    def _send(self, peer: int, tag: int, length: int, data: bytes | bytearray) -> tuple[Any, Any]:
+        """Send a message, or in place of its length something else; returns (work, buffer)."""
+        message = bytearray(_LENGTH.pack(length))
+        message += data
+        tensor = torch.frombuffer(message, dtype=torch.uint8)
+        return self._group.send([tensor], peer, tag), tensor
+
+    def _receive(self, peer: int, tag: int, buffer: bytearray) -> tuple[Any, Any]:
+        """Post a receive; returns (work, buffer)."""
+        tensor = torch.frombuffer(buffer, dtype=torch.uint8)
+        return self._group.recv([tensor], peer, tag), tensor
+
+    def _waiters(self) -> list[_Waiter]:
+        raise NotImplementedError
+
+    def close(self, timeout_s: float) -> None:
+        """End what is needed no more; nothing if it has been called before."""
+        raise NotImplementedError
+
+    def _part(self, deadline: float, patience_s: float) -> bool:
+        """Wait for the threads to end, and return whether they have; needs `close`.
+
+        Those that wait for peers get `patience_s` at most.
+        """
+        end = min(deadline, time.monotonic() + patience_s)
+        has_ended = all(each.has_ended(end) for each in self._waiters())
+        if has_ended:
+            _open.discard(self)
+        return has_ended
+
+    def _break_group(self) -> None:
+        """Close the connections of the group, which ends all waits."""
+        for peer in self._peers:
+            with contextlib.suppress(Exception):
+                nothing = torch.empty(1, device="cpu")
+                work = self._group.recv([nothing], peer, _POISON_TAG)
+                work.wait(datetime.timedelta(milliseconds=1))
+
+
+_open: set[_User] = set()  # those with threads
+_late: set[_User] = set()  # those of them that were closed before their peers
+
+
+class Meeting(_User):
+    """The ranks of a group tell each other something. Costs a thread until it is closed.
+
+    A deadline that passes leaves the group as it is, unlike those of the group's own collectives;
+    but the ranks need another group to meet again. All ranks meet equally often.
+
+    Args:
+        group: has gloo for CPU tensors.
+        timeout_s: deadline for all of it.
+    """
+
+    def __init__(self, group: Any, timeout_s: float) -> None:
+        super().__init__(group)
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX / 2)
+        self._told: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._is_closed = False
+        _wind_up()
+        _open.add(self)
+        self._waiter = _Waiter(f"fanfold gloo {self.rank} meets", self._told)
+
+    def __enter__(self) -> Meeting:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close(_PATIENCE_S if exc_info[0] is None else 0.0)
+
+    def _waiters(self) -> list[_Waiter]:
+        return [self._waiter]
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Return what each rank gives, in rank order; waits until all have got it.
+
+        Raises:
+            PeerTimeout: a rank has not called it until the deadline.
+            PeerLost: a rank is gone.
+            InvalidArgument: more bytes than fit.
+        """
+        room = _MEETING_BYTES - _LENGTH.size
+        if len(data) > room:
+            raise InvalidArgument(f"data: expected at most {room} bytes, got {len(data)}")
+        buffers = {peer: bytearray(_MEETING_BYTES) for peer in self._peers}
+        for peer, buffer in buffers.items():
+            try:
+                self._waiter.add(peer, *self._receive(peer, _MEETING_TAG, buffer))
+                sent = self._send(peer, _MEETING_TAG, len(data), data)
+            except RuntimeError as error:
+                raise _with_rank(PeerLost, peer, f"is gone: {_reason(error)}") from error
+            self._waiter.add(peer, *sent)
+        for peer in self._peers:
+            self._wait(peer)  # for its message
+            self._wait(peer)  # for this rank's to it
+        gathered = [data] * self.num_ranks
+        for peer, buffer in buffers.items():
+            (length,) = _LENGTH.unpack_from(buffer)
+            gathered[peer] = bytes(buffer[_LENGTH.size : _LENGTH.size + length])
+        return gathered
+
+    def _wait(self, expected: int) -> None:
+        """Wait for one operation."""
+        try:
+            peer, failure = self._told.get(timeout=max(0.0, self._deadline - time.monotonic()))
+        except queue.Empty:
+            text = f"has not come to meet the others within {self._timeout_s:g} s"
+            raise _with_rank(PeerTimeout, expected, text) from None
+        if failure is not None:
+            raise _with_rank(PeerLost, peer, f"is gone: {failure}")
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread, now or when what it waits for has come."""
+        if not self._is_closed and os.getpid() == self._process:
+            self._is_closed = True
+            self._waiter.end()
+            if not self._part(time.monotonic() + timeout_s, timeout_s):
+                _late.add(self)
+
+
+class TorchTransport(_User):
+    """A ``fanfold.Transport`` on a torch.distributed group that has gloo for CPU tensors.
+
+    The group stays usable for anything else. Each peer costs two threads, and two buffers of the
+    size of the largest message.
+
+    Args:
+        group: has gloo for CPU tensors.
+        number: from 0, the same on all ranks; none of an earlier transport of the group.
+    """
+
+    kind = "gloo"
+    is_thread_bound = False
+
+    def __init__(self, group: Any, number: int) -> None:
+        super().__init__(group)
+        self._tag = _FIRST_TAG + number % _NUM_TAGS
+        self._inbox: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._buffers: dict[int, tuple[bytearray, bytearray]] = {}  # the first of a pair is posted
         self._receives: dict[int, _Waiter] = {}
         self._sends: dict[int, _Waiter] = {}
         self._lost: dict[int, str] = {}
+        self._dumb: set[int] = set()  # nothing more can be sent to them
         self._is_closed = False
 
     def start(self, max_message_bytes: int) -> None:
         """Post the first receive from every peer."""
+        _wind_up()
         _open.add(self)
-        for peer in range(self.num_ranks):
-            if peer == self.rank:
-                continue
+        for peer in self._peers:
             size = _LENGTH.size + max_message_bytes
             self._buffers[peer] = (bytearray(size), bytearray(size))
             name = f"fanfold gloo {self.rank}"
-            self._receives[peer] = _Waiter(f"{name} <- {peer}", peer, self._inbox, self._inbox)
-            self._sends[peer] = _Waiter(f"{name} -> {peer}", peer, None, self._inbox)
+            self._receives[peer] = _Waiter(f"{name} <- {peer}", self._inbox)
+            self._sends[peer] = _Waiter(f"{name} -> {peer}", self._outbox)
             self._post(peer)
+
+    def _waiters(self) -> list[_Waiter]:
+        return [*self._receives.values(), *self._sends.values()]
 
     def send(self, peer: int, data: bytearray) -> None:
         """Send a message to another rank; nothing if it is lost."""
-        if peer not in self._lost:
-            self._send(peer, len(data), data)
+        self._look_at_sends()
+        self._post_send(peer, len(data), data)
 
-    def _send(self, peer: int, length: int, data: bytearray) -> None:
-        message = bytearray(_LENGTH.pack(length))
-        message += data
-        tensor = torch.frombuffer(message, dtype=torch.uint8)
-        try:
-            work = self._group.send([tensor], peer, self._tag)
-        except RuntimeError as error:
-            # What it sent before has still to be received.
-            self._inbox.put((peer, _reason(error)))
+    def _look_at_sends(self) -> None:
+        """Send nothing more to whom a send has failed.
+
+        The peer is not lost yet: what it had sent before has still to be received.
+        """
+        with contextlib.suppress(queue.Empty):
+            while True:
+                peer, failure = self._outbox.get_nowait()
+                if failure is not None:
+                    self._dumb.add(peer)
+
+    def _post_send(self, peer: int, length: int, data: bytearray) -> None:
+        if peer in self._dumb:
             return
-        self._sends[peer].add(work, tensor)
+        try:
+            sent = self._send(peer, self._tag, length, data)
+        except RuntimeError:
+            self._dumb.add(peer)
+            return
+        self._sends[peer].add(peer, *sent)
+
+    def _say_closed(self, peer: int) -> None:
+        """Send the last message to a peer, if that has not been done."""
+        self._post_send(peer, _CLOSED, bytearray())
+        self._dumb.add(peer)
+        self._sends[peer].end()
 
     def receive(self, max_wait_s: float) -> tuple[int, memoryview] | None:
         """Wait for the next message of any rank, at most ``max_wait_s``."""
+        self._look_at_sends()
         deadline = time.monotonic() + max_wait_s
         while (event := self._next(deadline)) is not None:
             message = self._handle(event)
@@ -141,14 +293,14 @@ class TorchTransport:
                 return event[0], message
         return None
 
-    def _next(self, deadline: float) -> tuple[int, str | None] | None:
-        """Wait for what happens next: a peer, and None for a message or why it failed."""
+    def _next(self, deadline: float) -> _Event | None:
+        """Wait for what happens next to a receive."""
         try:
             return self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             return None
 
-    def _handle(self, event: tuple[int, str | None]) -> memoryview | None:
+    def _handle(self, event: _Event) -> memoryview | None:
         peer, failure = event
         if failure is None:
             return self._take(peer)
@@ -160,6 +312,7 @@ class TorchTransport:
         filled, spare = self._buffers[peer]
         (length,) = _LENGTH.unpack_from(filled)
         if length == _CLOSED:
+            self._say_closed(peer)  # at once: the peer waits for it
             self._lose(peer, _HAS_CLOSED)
             return None
         self._buffers[peer] = (spare, filled)
@@ -167,16 +320,16 @@ class TorchTransport:
         return memoryview(filled)[_LENGTH.size : _LENGTH.size + length]
 
     def _post(self, peer: int) -> None:
-        tensor = torch.frombuffer(self._buffers[peer][0], dtype=torch.uint8)
         try:
-            work = self._group.recv([tensor], peer, self._tag)
+            posted = self._receive(peer, self._tag, self._buffers[peer][0])
         except RuntimeError as error:
             self._lose(peer, _reason(error))
             return
-        self._receives[peer].add(work, tensor)
+        self._receives[peer].add(peer, *posted)
 
     def _lose(self, peer: int, reason: str) -> None:
         self._lost.setdefault(peer, reason)
+        self._dumb.add(peer)
         self._receives[peer].end()
 
     def lost_reason(self, peer: int) -> str:
@@ -184,45 +337,45 @@ class TorchTransport:
         return self._lost.get(peer, "")
 
     def close(self, timeout_s: float) -> None:
-        """Tell the peers, and wait until they have told this rank: then no receive is left.
+        """Tell the peers, wait until what was sent has left, and a little for their last words.
 
-        What is left when the time is up ends with the process.
+        A receive from a peer that has not said its own is ended later: when it has, and another
+        transport is started or closed, or else with the process.
         """
         if self._is_closed or os.getpid() != self._process:
             return
         self._is_closed = True
-        for peer, waiter in self._sends.items():
-            if self._lost.get(peer, _HAS_CLOSED) == _HAS_CLOSED:
-                self._send(peer, _CLOSED, bytearray())
-            waiter.end()
-        self._part(time.monotonic() + timeout_s)
-
-    def _part(self, deadline: float) -> bool:
-        """Wait for the last words of all peers, and for the threads; return whether all is done."""
-        while len(self._lost) < len(self._receives):
-            event = self._next(deadline)
-            if event is None:
-                break
-            self._handle(event)
-        for waiter in (*self._receives.values(), *self._sends.values()):
-            if waiter.thread.is_alive():
-                waiter.thread.join(max(0.0, deadline - time.monotonic()))
-        is_done = not self._has_threads()
-        if is_done:
-            _open.discard(self)
-            self._buffers.clear()
-        return is_done
-
-    def _has_threads(self) -> bool:
-        waiters = (*self._receives.values(), *self._sends.values())
-        return any(waiter.thread.is_alive() for waiter in waiters)
-
-    def _break_group(self) -> None:
-        """Close the connections of the group, which ends all waits."""
         for peer in self._receives:
-            with contextlib.suppress(RuntimeError):
-                work = self._group.recv([torch.empty(1)], peer, _POISON_TAG)
-                work.wait(datetime.timedelta(milliseconds=1))
+            self._say_closed(peer)
+        _wind_up()
+        if not self._part(time.monotonic() + timeout_s, _PATIENCE_S):
+            _late.add(self)
+
+    def _part(self, deadline: float, patience_s: float) -> bool:
+        patience = min(deadline, time.monotonic() + patience_s)
+        while len(self._lost) < len(self._receives):
+            has_unsent = any(
+                not waiter.has_ended()
+                for peer, waiter in self._sends.items()
+                if peer not in self._lost
+            )
+            until = deadline if has_unsent else patience
+            # In steps: nothing comes when the last send is done.
+            event = self._next(min(until, time.monotonic() + 0.01))
+            if event is not None:
+                self._handle(event)
+            elif time.monotonic() >= until:
+                return False
+        has_ended = super()._part(deadline, patience_s)
+        if has_ended:
+            self._buffers.clear()
+        return has_ended
+
+
+def _with_rank(error: type[PeerTimeout] | type[PeerLost], rank: int, text: str) -> Exception:
+    made = error(f"from_torch: rank {rank} {text}")
+    made.rank = rank
+    return made
 
 
 def _reason(error: Exception) -> str:
@@ -238,16 +391,32 @@ def _reason(error: Exception) -> str:
     return f"gloo reports: {text.splitlines()[0] if text else type(error).__name__}"
 
 
+def _wind_up() -> None:
+    """End those that were closed before their peers, as far as that is possible now."""
+    still = []
+    for _ in range(len(_late)):
+        try:
+            each = _late.pop()  # no other thread takes it
+        except KeyError:
+            break
+        if each._process == os.getpid() and not each._part(time.monotonic(), 0.0):
+            still.append(each)
+    _late.update(still)
+
+
 @atexit.register
 def _end_all() -> None:
     """End all threads: one that came back from a wait later would end the process with SIGABRT."""
     left = [each for each in _open if each._process == os.getpid()]
     for each in left:
-        each.close(0.0)
+        with contextlib.suppress(Exception):
+            each.close(0.0)
     deadline = time.monotonic() + _PARTING_S
-    for each in [one for one in left if not one._part(deadline)]:
-        each._break_group()
-        each._part(time.monotonic() + _PARTING_S)
+    for each in left:
+        with contextlib.suppress(Exception):
+            if not each._part(deadline, _PARTING_S):
+                each._break_group()
+                each._part(time.monotonic() + _PARTING_S, _PARTING_S)
 
 
 def gloo_group(group: Any) -> Any | None:

@@ -109,6 +109,19 @@ def groups_split(create: Make, kind: str) -> None:
         assert comm.split(-1) is None
 
 
+def a_group_that_lives_on_holds_nobody_up(create: Make, kind: str) -> None:
+    del kind
+    comm = create()
+    part = comm.split(0 if comm.rank in (1, 2) else -1)
+    begin = time.monotonic()
+    comm.close()
+    assert time.monotonic() - begin < 5, "expected less than a second, plus what a busy host takes"
+    if part is not None:
+        for _ in range(3):
+            assert part.all_gather_bytes(bytes([part.rank])) == [b"\0", b"\1"]
+        part.close()
+
+
 def arguments_that_differ_are_an_error_on_every_rank(create: Make, kind: str) -> None:
     del kind
     with create() as comm:
@@ -199,6 +212,7 @@ SCENARIOS: tuple[Callable[[Make, str], None], ...] = (
     collectives_move_rows,
     tensors_that_are_not_contiguous_are_refused,
     groups_split,
+    a_group_that_lives_on_holds_nobody_up,
     arguments_that_differ_are_an_error_on_every_rank,
     an_abort_reaches_every_rank,
     a_late_rank_is_named_and_a_reset_brings_it_back,

@@ -58,8 +58,17 @@ def exchange_messages(transport: Any, count: int, between: Any = None) -> None:
 
 
 def our_threads() -> list[str]:
-    """Names of the threads that transports have started and that still run."""
-    return [each.name for each in threading.enumerate() if each.name.startswith("fanfold gloo")]
+    """Names of the threads that transports have started and that still run, after a while."""
+    from fanfold import torch_transport
+
+    deadline = time.monotonic() + 10
+    while True:
+        torch_transport._wind_up()  # as the next communicator does
+        names = [each.name for each in threading.enumerate()]
+        ours = [name for name in names if name.startswith("fanfold gloo")]
+        if not ours or time.monotonic() > deadline:
+            return ours
+        time.sleep(0.01)
 
 
 # -- gloo ------------------------------------------------------------------------------------------
@@ -90,7 +99,7 @@ def _messages(dist: Any) -> None:
     from fanfold.torch_transport import TorchTransport
 
     group = dist.group.WORLD
-    opened = [TorchTransport(group), TorchTransport(group)]
+    opened = [TorchTransport(group, number) for number in (1000, 1001)]
     for transport in opened:
         transport.start(MAX_BYTES)
     for transport in opened:
@@ -109,10 +118,25 @@ def _ways_to_make_one(dist: Any, comm: fanfold.Communicator) -> None:
     import torch
     import torch.testing._internal.distributed.fake_pg  # backend "fake"
 
+    from fanfold import interop_torch
+
     for transport in ("auto", "shared_memory"):
-        with fanfold.Communicator.from_torch(transport=transport) as made:
+        with (
+            unittest.mock.patch("fanfold.torch_transport.TorchTransport", "is not made"),
+            fanfold.Communicator.from_torch(transport=transport) as made,
+        ):
             assert made.kind == "processes"
             assert made.shares_memory
+    with unittest.mock.patch.dict(os.environ, FANFOLD_HOST_ID=f"host {comm.rank // 2}"):
+        with raises(fanfold.Unsupported, "host 0.*host 1"):
+            fanfold.Communicator.from_torch(transport="shared_memory")
+        with fanfold.Communicator.from_torch() as made:
+            assert made.kind == "gloo"
+            assert made.hosts == [0, 0, 1, 1]
+    with raises(fanfold.InvalidArgument, "'group' on rank 0 and 'auto' on rank 3"):
+        fanfold.Communicator.from_torch(transport="auto" if comm.rank == 3 else "group")
+    with raises(fanfold.InvalidArgument, "timeout_s: expected 0 or more, got -1"):
+        fanfold.Communicator.from_torch(timeout_s=-1)
     with unittest.mock.patch("fanfold.torch_transport.gloo_group", lambda group: None):
         with fanfold.Communicator.from_torch() as made:  # as over NCCL alone
             assert made.kind == "processes"
@@ -129,6 +153,8 @@ def _ways_to_make_one(dist: Any, comm: fanfold.Communicator) -> None:
     if comm.rank % 2 == 0:
         with raises(fanfold.InvalidArgument, "member"):
             over_gloo(odd)
+    if comm.rank == 1:  # it has more behind it than the others
+        interop_torch._next_number[dist.group.WORLD.group_name] += 5
     with over_gloo() as whole, over_gloo() as again, over_gloo(mixed) as other:
         groups = [whole, again, other]
         if comm.rank % 2 == 1:
@@ -168,7 +194,7 @@ def a_gloo_rank_dies(
     with gloo(comm.rank, comm.num_ranks, store) as dist:
         from fanfold.torch_transport import TorchTransport
 
-        transport = TorchTransport(dist.group.WORLD)
+        transport = TorchTransport(dist.group.WORLD, 1000)
         transport.start(MAX_BYTES)
         exchange_messages(transport, 3)
         exchanges = [make(over_gloo(), strategy=strategy) for strategy in strategies]
@@ -203,12 +229,17 @@ def leave_gloo_open(comm: fanfold.Communicator, store: str, is_ragged: bool) -> 
     with gloo(comm.rank, comm.num_ranks, store) as dist:
         from fanfold.torch_transport import TorchTransport
 
-        transport = TorchTransport(dist.group.WORLD)
+        transport = TorchTransport(dist.group.WORLD, 1000)
         transport.start(MAX_BYTES)
         made = over_gloo()
         a2a = make(made, strategy="batched")
         works(a2a, comm.rank)
-        dist.barrier()
+        spare = dist.new_group()
+        if comm.rank != 1:
+            with raises(fanfold.PeerTimeout, "rank 1 has not come .* within 0.3 s") as caught:
+                fanfold.Communicator.from_torch(spare, timeout_s=0.3)
+            assert caught[0].rank == 1
+        dist.barrier(spare)  # and it has not closed its connections
         sys.modules["kept"] = (made, a2a)  # type: ignore[assignment]  # until the interpreter ends
         if is_ragged:
             for _ in range(5):
