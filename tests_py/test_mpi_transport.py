@@ -42,6 +42,12 @@ def test_a_long_message_arrives_while_its_sender_does_something_else(tmp_path: P
     assert job.status == 0, job.text
 
 
+def test_mishaps(tmp_path: Path) -> None:
+    job = mpirun(tmp_path, 3, "mishaps")
+    assert job.values == ["works"] * 3, job.text
+    assert job.status == 0, job.text
+
+
 def test_ways_to_make_one(tmp_path: Path) -> None:
     job = mpirun(tmp_path, 3, "ways_to_make_one")
     assert job.values == ["works"] * 3, job.text

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -110,7 +111,7 @@ def messages(count: int) -> tuple[Any, int]:
     from fanfold.interop_mpi import MpiTransport
 
     comm = MPI.COMM_WORLD
-    opened = [MpiTransport(comm), MpiTransport(comm)]
+    opened = [MpiTransport(comm, 20.0), MpiTransport(comm, 20.0)]
     for transport in opened:
         transport.start(transports.MAX_BYTES)
     for transport in opened:
@@ -129,7 +130,7 @@ def a_long_message() -> tuple[Any, int]:
     from fanfold.interop_mpi import MpiTransport
 
     comm = MPI.COMM_WORLD
-    transport = MpiTransport(comm)
+    transport = MpiTransport(comm, 20.0)
     transport.start(1 << 24)
     comm.Barrier()
     begin = time.monotonic()
@@ -143,6 +144,83 @@ def a_long_message() -> tuple[Any, int]:
     comm.Barrier()
     transport.close(10.0)
     return seconds, comm.rank
+
+
+class Failing:
+    """A communicator on which probes of some sources fail."""
+
+    def __init__(self, comm: Any, sources: Sequence[int]) -> None:
+        self._comm = comm
+        self._sources = sources
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def Improbe(self, source: int, tag: int, status: Any) -> Any:
+        from mpi4py import MPI
+
+        if source in self._sources:
+            raise MPI.Exception(MPI.ERR_OTHER)
+        return self._comm.Improbe(source, tag, status)
+
+
+def mishaps() -> tuple[Any, int]:
+    """A rank that is late to meet, probes that fail, and calls after MPI has ended."""
+    from mpi4py import MPI
+
+    from fanfold.interop_mpi import MpiTransport
+
+    world = MPI.COMM_WORLD
+    rank = world.rank
+    if rank != 1:
+        with raises(fanfold.PeerTimeout, "from_mpi: .* within 0.2 s, got none") as caught:
+            fanfold.Communicator.from_mpi(timeout_s=0.2)
+        assert caught[0].rank == -1
+    world.Barrier()
+    if rank == 1:
+        made, request = world.Idup()  # so that no rank's is left when MPI ends
+        request.Wait()
+        made.Free()
+    world.Barrier()
+
+    transport = MpiTransport(world, 20.0)
+    transport.start(100)
+    if rank == 0:
+        whole = transport._comm
+        transport._comm = Failing(whole, [MPI.ANY_SOURCE])
+        with raises(MPI.Exception):
+            transport.receive(0.0)
+        transport._comm = Failing(whole, [MPI.ANY_SOURCE, 1])
+        for _ in range(2):
+            received = transport.receive(20.0)
+            assert received == (2, b"hello"), received
+        assert "MPI reports" in transport.lost_reason(1)
+        assert transport.lost_reason(2) == ""
+        transport._comm = whole
+    else:
+        for _ in range(2):
+            transport.send(0, bytearray(b"hello"))
+    world.Barrier()
+    transport.close(10.0)
+
+    opened = MpiTransport(world, 20.0)
+    opened.start(100)
+    comm = create()
+    comm.barrier()
+    world.Barrier()
+    MPI.Finalize()
+    for call in (
+        comm.barrier,
+        lambda: opened.send((rank + 1) % 3, bytearray(1)),
+        lambda: opened.receive(0.0),
+        create,
+    ):
+        with raises(fanfold.InvalidState, "MPI"):
+            call()
+    opened.close(1.0)
+    with contextlib.suppress(fanfold.InvalidState):  # may tell what could not be sent
+        comm.close()
+    return "works", rank
 
 
 def scenarios() -> tuple[Any, int]:
@@ -245,6 +323,7 @@ FUNCTIONS: dict[str, Any] = {
     for function in (
         messages,
         a_long_message,
+        mishaps,
         scenarios,
         ways_to_make_one,
         leave_open,
