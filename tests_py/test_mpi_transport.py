@@ -60,6 +60,13 @@ def test_a_process_ends_well_with_an_open_communicator(tmp_path: Path) -> None:
     assert job.status == 0, job.text
 
 
+def test_what_mpi_still_uses_outlives_the_interpreter(tmp_path: Path) -> None:
+    job = mpirun(tmp_path, 1, "leave_to_mpi")
+    assert job.values == ["left"], job.text
+    assert job.status == 0, job.text
+    assert "freed" not in job.text
+
+
 def test_other_threads_are_refused_where_mpi_may_not_be_called(tmp_path: Path) -> None:
     job = mpirun(tmp_path, 2, "a_thread_of_its_own")
     for told in job.values:

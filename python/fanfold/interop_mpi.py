@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import os
 import threading
 import time
@@ -27,9 +26,15 @@ _PATIENCE_S = 0.3  # for the last words of peers, which may have reasons not to 
 _open: set[MpiTransport] = set()  # those that were started
 
 
+_left_to_mpi: list[Any] = []
+
+
 def _leave_to_mpi(kept: Any) -> None:
-    """Keep what MPI may still read or write for ever: MPI ends after the interpreter."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    """Keep what MPI may still read or write until it ends, which it does after the interpreter."""
+    if not _left_to_mpi:
+        # Then no end of a module frees the list: MPI refers to it.
+        MPI.COMM_WORLD.Set_attr(MPI.Comm.Create_keyval(), _left_to_mpi)
+    _left_to_mpi.append(kept)
 
 
 def _duplicate(comm: Any, timeout_s: float) -> Any:
@@ -314,7 +319,8 @@ def _end_movers() -> None:
         if each._process == os.getpid():
             each._is_closed = True
             each._end_mover()
-            _leave_to_mpi(each)
+            if not MPI.Is_finalized():
+                _leave_to_mpi(each)
 
 
 def mpi_transport(comm: Any, timeout_s: float) -> MpiTransport:

@@ -271,6 +271,21 @@ def leave_open() -> tuple[Any, int]:
     return "left", MPI.COMM_WORLD.rank
 
 
+def leave_to_mpi() -> tuple[Any, int]:
+    """End while MPI still uses something, which would say so if it was freed."""
+    from mpi4py import MPI
+
+    from fanfold import interop_mpi
+
+    class Used:
+        def __del__(self, write: Any = os.write) -> None:
+            write(2, b"freed too early")
+
+    for _ in range(2):
+        interop_mpi._leave_to_mpi(Used())
+    return "left", MPI.COMM_WORLD.rank
+
+
 def a_thread_of_its_own() -> tuple[Any, int]:
     """MPI that only the main thread may call."""
     import mpi4py
@@ -327,6 +342,7 @@ FUNCTIONS: dict[str, Any] = {
         scenarios,
         ways_to_make_one,
         leave_open,
+        leave_to_mpi,
         a_thread_of_its_own,
         rounds_until_a_rank_dies,
     )
