@@ -60,7 +60,8 @@ class SharedWindow {
 struct SharedChannel {
   std::shared_ptr<comm::Channel> channel;
   comm::Windows windows;  // the channel's; with what follows it, where ranks share memory
-  std::shared_ptr<std::byte> own_blocks;  // what would follow it in this rank's, where they do not
+  // What would follow it in this rank's, where they do not; null if nothing would.
+  std::shared_ptr<std::byte> own_blocks;
   // Where an allocator was given:
   std::optional<Allocator> allocator;
   SymmetricMemory memory;
@@ -70,6 +71,7 @@ struct SharedChannel {
 };
 
 /// Collective. `bytes`: of a window, of which the channel takes the first `Channel::window_bytes`.
+/// Where ranks share no memory they have no more than those.
 SharedChannel make_channel(const Setup& setup, std::int64_t bytes, base::Deadline deadline);
 
 }  // namespace fanfold::exchange
