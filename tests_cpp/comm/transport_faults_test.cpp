@@ -186,7 +186,8 @@ TEST(TransportLockTest, AnAbortIsSentOutsideTheLockOfAborts) {
       EXPECT_TRUE(eventually([&] { return has_aborted.load(); }));
     };
     const auto hub = std::make_shared<MessageHub>(
-        std::make_shared<HookedTransport>(inner, before_send), TransportGroup::max_message_bytes());
+        std::make_shared<HookedTransport>(std::move(inner), before_send),
+        TransportGroup::max_message_bytes());
     TransportGroup group(hub);
     const std::unique_ptr<Channel> channel = Channel::create(group, "test", soon());
     if (rank == 0) {

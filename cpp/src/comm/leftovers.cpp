@@ -24,7 +24,7 @@ struct Leftovers::ThreadEnd {
 };
 
 std::shared_ptr<Leftovers> Leftovers::of_this_thread() {
-  thread_local const ThreadEnd own;
+  thread_local ThreadEnd own;
   return own.leftovers;
 }
 
@@ -42,6 +42,19 @@ void Leftovers::add(std::shared_ptr<Transport> transport, std::vector<Posted> po
   }
 }
 
+/// Returns whether all have been taken.
+bool Leftovers::send_posted(const One& one) noexcept {
+  try {
+    for (const Posted& message : one.posted) {
+      const auto size = static_cast<std::int64_t>(message.bytes.size());
+      one.transport->send(message.peer, {{message.bytes.data(), size}});
+    }
+  } catch (...) {
+    return false;
+  }
+  return true;
+}
+
 void Leftovers::take_and_close() noexcept {
   std::vector<One> taken;
   {
@@ -54,14 +67,7 @@ void Leftovers::take_and_close() noexcept {
       base::keep_forever(one.transport);  // what it holds belongs to the parent
       continue;
     }
-    try {
-      for (const Posted& message : one.posted) {
-        const auto size = static_cast<std::int64_t>(message.bytes.size());
-        one.transport->send(message.peer, {{message.bytes.data(), size}});
-      }
-    } catch (...) {
-      // Nobody is left whom it could be told.
-    }
+    (void)send_posted(one);  // nobody is left whom an error could be told
     one.transport->close(one.timeout);
   }
 }

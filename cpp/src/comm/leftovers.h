@@ -47,6 +47,7 @@ class Leftovers {
   };
   struct ThreadEnd;
 
+  static bool send_posted(const One& one) noexcept;
   void take_and_close() noexcept;
 
   base::ForkGuard guard_;

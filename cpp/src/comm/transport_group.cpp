@@ -386,7 +386,7 @@ std::vector<std::string> TransportGroup::read_offers(std::int64_t number, const 
     }
     offers.push_back(std::move(theirs.bytes));
   }
-  if (!agreed->has_value()) *agreed = difference;
+  if (!agreed->has_value()) *agreed = std::move(difference);
   return offers;
 }
 

@@ -36,7 +36,6 @@ class SharedWindow {
   const std::vector<std::byte*>& bases() const noexcept { return bases_; }
   /// Keeps the windows mapped while held. Empty after `close`.
   const SymmetricMemory& memory() const noexcept { return memory_; }
-  Allocator& allocator() noexcept { return *allocator_; }
   /// Where control areas have windows of their own: this rank's control area.
   const base::Mapping& own_control() const noexcept;
   /// Tells the peers that this rank uses the windows no more. Idempotent, never waits.
