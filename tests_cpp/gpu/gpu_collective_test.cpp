@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rounds over collectives on GPUs: what the conformance suites leave out.
 
+#include <chrono>
 #include <string>
 #include <tuple>
 
@@ -140,6 +141,25 @@ TEST_P(GpuCollectiveTest, OneRankNeedsNobody) {
   });
 }
 
+TEST_P(GpuCollectiveTest, RanksThatShareNoMemoryExchangeOverCollectives) {
+  constexpr int kNumRanks = 3;
+  const testing::GpuRanks gpus(kNumRanks, kNumRanks);
+  testing::spawn_ranks(
+      testing::GroupKind::kLoopback, kNumRanks,
+      [](Communicator& bootstrap) {
+        Communicator communicator =
+            Communicator::from_nccl(bootstrap, testing::nccl_options(bootstrap.rank()));
+        EXPECT_FALSE(communicator.shares_memory());
+        AllToAllConfig own = of_rank(config(), communicator);
+        own.max_in_flight = 2;
+        AllToAll all_to_all(communicator, own);
+        for (std::uint64_t seed = 1; seed < 3; ++seed) run_rounds(all_to_all, seed);
+        all_to_all.close();
+        communicator.close();
+      },
+      std::chrono::seconds(60));
+}
+
 INSTANTIATE_TEST_SUITE_P(All, GpuCollectiveTest,
                          ::testing::Combine(::testing::ValuesIn(kAll),
                                             ::testing::Values(Layout::kRankMajor,
@@ -182,6 +202,27 @@ TEST(GpuCollectiveChoiceTest, WhatIsMissingIsSaid) {
         [&] { AllToAll(over_nccl, elsewhere); });
     over_nccl.close();
   });
+}
+
+TEST(GpuCollectiveChoiceTest, WhereNoMemoryIsSharedNoStrategyOverMemoryIsChosen) {
+  const testing::GpuRanks gpus(2, 2);
+  testing::spawn_ranks(
+      testing::GroupKind::kLoopback, 2,
+      [](Communicator& bootstrap) {
+        AllToAllConfig chosen = of_rank(testing::gpu_config(), bootstrap);
+        expect_error<Unsupported>({"strategy: one_sided needs memory that all ranks share"},
+                                  [&] { AllToAll(bootstrap, chosen); });
+        chosen.strategy = Strategy::kAuto;
+        expect_error<Unsupported>({"(Communicator::from_nccl), got one without"},
+                                  [&] { AllToAll(bootstrap, chosen); });
+        Communicator over_nccl =
+            Communicator::from_nccl(bootstrap, testing::nccl_options(bootstrap.rank()));
+        AllToAll all_to_all(over_nccl, chosen);
+        EXPECT_EQ(all_to_all.config().strategy, Strategy::kGatherScatter);
+        all_to_all.close();
+        over_nccl.close();
+      },
+      std::chrono::seconds(60));
 }
 
 TEST(GpuCollectiveChoiceTest, TheRecordSaysWhatAGpuHas) {

@@ -265,7 +265,7 @@ const SeededFault kFaults[] = {
     FANFOLD_FAULT(kEpochBeforeWords, by_rank, "error"),
     FANFOLD_FAULT(kStagesInOwnBlock, in_blocks, "error"),
     // tiles.cuh
-    FANFOLD_FAULT(kNoBarrierBetweenTiles, long_tiles, "race"),
+    FANFOLD_FAULT(kNoBarrierBetweenTiles, long_tiles, "race or crash"),
     FANFOLD_FAULT(kTagWithoutEpoch, split, "result"),
     FANFOLD_FAULT(kLooksBackOnce, many_tiles, "result"),
     FANFOLD_FAULT(kNoBarrierBeforeBallot, by_rank, "race"),

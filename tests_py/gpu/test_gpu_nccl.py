@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy
 import pytest
-import torch
 
 import fanfold
 from fanfold import _core, _nccl, interop_torch

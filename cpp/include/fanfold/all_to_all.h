@@ -125,11 +125,12 @@ struct FANFOLD_EXPORT Feasibility {
 /// Where collectives carry rows on GPUs (broadcast, gather_scatter, batched), ranks enqueue the
 /// rounds of all AllToAlls of one communicator, and its own calls, in one order; blocks of
 /// `round_max_tokens` rows travel, however many there are. A peer that does not come holds up the
-/// stream until a call of this rank finds that a round's time is over, or that a peer has aborted
-/// or left: any of a round, `check`, and those that wait. The communicator's collectives are
-/// aborted then; `reset` makes them anew, for all AllToAlls of the communicator, whose graphs must
-/// be captured again. Not so with an NCCL communicator of the caller's (NcclOptions::handle): only
-/// the caller can end what waits in it, and `reset` throws Unsupported.
+/// stream until a call of this rank finds that a round's time is over (it counts from the call), or
+/// that a peer has aborted or left: any of a round, `check`, and those that wait. The
+/// communicator's collectives are aborted then; `reset` makes them anew, for all AllToAlls of the
+/// communicator, whose graphs must be captured again. Not so with an NCCL communicator of the
+/// caller's (NcclOptions::handle): only the caller can end what waits in it, and `reset` throws
+/// Unsupported.
 class FANFOLD_EXPORT AllToAll {
  public:
   static constexpr int kMaxPayloads = 16;

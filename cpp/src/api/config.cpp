@@ -126,10 +126,6 @@ bool needs_shared_memory(Strategy strategy) noexcept {
 /// Where the ranks reach no memory of each other, for the reason `no_memory`.
 std::string resolve_strategy_without_memory(AllToAllConfig& config, const std::string& no_memory) {
   const bool is_auto = config.strategy == Strategy::kAuto;
-  if (config.device == DeviceType::kGpu) {
-    throw Unsupported(
-        str("device: expected 'cpu' where ranks share no memory (", no_memory, "), got 'cuda'"));
-  }
   if (needs_shared_memory(config.strategy)) {
     throw Unsupported(str("strategy: ", name_of(config.strategy),
                           " needs memory that all ranks share, expected broadcast, gather_scatter, "
@@ -145,7 +141,7 @@ std::string resolve_strategy_without_memory(AllToAllConfig& config, const std::s
   if (!is_auto) return str(name_of(config.strategy), ": asked for by name");
   config.strategy = Strategy::kGatherScatter;
   return str("gather_scatter: the ranks share no memory (", no_memory,
-             "), and of what goes through messages it takes the fewest steps");
+             "), and of what goes through collectives it takes the fewest steps");
 }
 
 std::string resolve_strategy_on_gpu(AllToAllConfig& config) {

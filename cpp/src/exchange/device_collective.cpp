@@ -93,7 +93,7 @@ void DeviceCollective::gather_blocks(std::byte* blocks, std::int64_t block_bytes
 }
 
 void DeviceCollective::carry_flags(const Slot& slot, const exec::DeviceFlags& flags) {
-  constexpr std::int64_t kLineBytes = exec::kFlagWords * 8;
+  constexpr std::int64_t kLineBytes = std::int64_t{exec::kFlagWords} * 8;
   std::byte* const lines = local_.get() + flags.offset;
   as_group(*collectives_, [&] {
     if (gathers()) return gather_blocks(lines, kLineBytes, slot.call_stream);

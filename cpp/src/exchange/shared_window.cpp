@@ -12,7 +12,8 @@ namespace fanfold::exchange {
 SharedWindow::SharedWindow(const Setup& setup, std::int64_t bytes, std::int64_t zero_bytes,
                            base::Deadline deadline)
     : communicator_(setup.communicator),
-      allocator_(setup.allocator != nullptr ? *setup.allocator : Allocator(*setup.handle)),
+      allocator_(std::make_unique<Allocator>(
+          setup.allocator != nullptr ? *setup.allocator : Allocator(*setup.handle))),
       owns_allocator_(setup.allocator == nullptr || setup.owns_allocator),
       memory_(allocator_->allocate(bytes, zero_bytes,
                                    std::chrono::nanoseconds(deadline.remaining_ns()))) {

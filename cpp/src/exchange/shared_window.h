@@ -46,7 +46,7 @@ class SharedWindow {
 
  private:
   std::shared_ptr<Communicator::Impl> communicator_;
-  std::optional<Allocator> allocator_;  // none where there are control areas only
+  std::unique_ptr<Allocator> allocator_;  // null where there are control areas only
   bool owns_allocator_ = false;
   SymmetricMemory memory_;
   std::vector<std::byte*> bases_;
