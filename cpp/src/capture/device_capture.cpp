@@ -276,7 +276,8 @@ void DeviceCapture::write(const Record& record) {
 TensorView DeviceCapture::join(const TensorView& topk_ids, const CaptureLayout& layout,
                                exec::Stream stream) {
   const std::int64_t sum = check_counts(layout);
-  if (sum * topk_ids.row_bytes() > joined_bytes_) {
+  if (joined_.empty() || sum * topk_ids.row_bytes() > joined_bytes_) {
+    if (device_.backend->capture_of(stream) != 0) refuse_first_shards_in_graph();
     // At once for all that may come: fewer rows of padding than shards, ids of 8 bytes.
     const auto num_shards = static_cast<std::int64_t>(layout.counts.size());
     const std::int64_t width = std::int64_t{config().top_k} + config().num_shared_experts;
@@ -288,7 +289,7 @@ TensorView DeviceCapture::join(const TensorView& topk_ids, const CaptureLayout& 
                  {sum, topk_ids.shape[1]});
   all.device = DeviceType::kGpu;
   all.device_index = config().device_index;
-  config().gather(topk_ids, all, layout.counts, stream);
+  config().gather(topk_ids, all, layout, stream);
   return all;
 }
 

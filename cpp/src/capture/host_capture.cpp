@@ -107,7 +107,7 @@ TensorView HostCapture::join(const TensorView& topk_ids, const CaptureLayout& la
   joined_.resize(static_cast<std::size_t>(sum * topk_ids.row_bytes()));
   const TensorView send(static_cast<const void*>(packed_.data()), topk_ids.dtype, {mine, width});
   const TensorView all(static_cast<void*>(joined_.data()), topk_ids.dtype, {sum, width});
-  config().gather(send, all, layout.counts, stream);
+  config().gather(send, all, layout, stream);
   return all;
 }
 
