@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What recording costs: ``RoutingCapture.record`` of one layer against a copy of the ids it reads.
+
+Both take turns in one process on one thread, over the ids of many layers, so that neither finds
+its input in a near cache. The copy reads and writes as many bytes as ``record`` reads; ``record``
+writes fewer where cells are narrower than ids. Of both the call from Python is timed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from fanfold import RoutingCapture
+from fanfold_bench.acceptance import FAIL, PASS, Line
+from fanfold_bench.machine import commit, describe
+from fanfold_bench.report import GOALS, spread
+from fanfold_bench.stats import quantiles
+
+GOAL: Final = 1.10  # times as long as the copy, by the median
+EXPERTS: Final = 128
+KINDS: Final = (
+    ("int32", "auto"),
+    ("int64", "auto"),
+    ("int16", "auto"),
+    ("int32", "int32"),
+    ("int16", "int16"),
+)  # ids and cells; there are no cells of 8 bytes
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``layers`` layers of ``tokens`` x ``top_k`` ids, recorded ``steps`` times."""
+
+    tokens: int = 4096
+    top_k: int = 8
+    layers: int = 48
+    steps: int = 40
+
+
+SMOKE: Final = Shape(tokens=64, layers=4, steps=3)
+
+
+def measure_kind(ids: str, cells: str, shape: Shape) -> dict[str, Any]:
+    """Time both for one type of ids and of cells."""
+    generator = np.random.default_rng(1)
+    size = (shape.layers, shape.tokens, shape.top_k)
+    layers = generator.integers(0, EXPERTS, size).astype(ids)
+    copies = np.zeros_like(layers)
+    capture = RoutingCapture(
+        num_layers=shape.layers,
+        num_experts=EXPERTS,
+        top_k=shape.top_k,
+        max_tokens=shape.tokens,
+        dtype=cells,
+    )
+    now, record, copy = time.perf_counter_ns, capture.record, np.copyto
+    recorded, copied = [], []
+    for step in range(shape.steps + 1):
+        capture.begin_step(step)
+        for layer in range(shape.layers):
+            source, target = layers[layer], copies[layer]
+            began = now()
+            record(layer, source)
+            between = now()
+            copy(target, source)
+            ended = now()
+            if step > 0:  # the first one touches memory for the first time
+                recorded.append(between - began)
+                copied.append(ended - between)
+    with capture.snapshot(shape.tokens) as snapshot:
+        if not np.array_equal(snapshot.array, layers.transpose(1, 0, 2)):
+            raise RuntimeError(f"{ids} ids: what was recorded is not what was given")
+        stored = str(snapshot.dtype)
+    ratios = np.array(recorded) / np.array(copied)
+    record_us, copy_us = quantiles(recorded), quantiles(copied)
+    return {
+        "case": f"{shape.tokens} x {shape.top_k} {ids} into {stored}",
+        "bytes_read": layers[0].nbytes,
+        "record_us": record_us.to_json(),
+        "copy_us": copy_us.to_json(),
+        "ratio": round(record_us.p50 / copy_us.p50, 3),
+        "ratio_of_turns": round(float(np.median(ratios)), 3),
+    }
+
+
+def measure(command: str, shape: Shape) -> dict[str, Any]:
+    """Time all kinds and return the document."""
+    return {
+        "machine": describe(),
+        "commit": commit(),
+        "command": command,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "captures": [measure_kind(ids, cells, shape) for ids, cells in KINDS],
+    }
+
+
+def judge(results: Sequence[Mapping[str, Any]], slack: float) -> list[Line]:
+    """The goal for each kind."""
+    limit = GOAL * slack
+    return [
+        Line(
+            each["case"],
+            "record, of a copy",
+            f"<= {limit:.2f}",
+            f"{each['ratio']:.2f}",
+            PASS if each["ratio"] <= limit else FAIL,
+        )
+        for each in results
+    ]
+
+
+def show(console: Console, results: Sequence[Mapping[str, Any]], lines: Sequence[Line]) -> None:
+    """Print the figures, and the verdicts where there are some."""
+    table = Table("case", "record us", "copy us", "KiB read", "ratio", "of turns", box=box.SIMPLE)
+    for each in results:
+        times = spread(each["record_us"]), spread(each["copy_us"])
+        read = f"{each['bytes_read'] / 1024:.0f}"
+        table.add_row(each["case"], *times, read, f"{each['ratio']}", f"{each['ratio_of_turns']}")
+    console.print(table)
+    if lines:
+        verdicts = Table(*GOALS, box=box.SIMPLE)
+        for line in lines:
+            verdicts.add_row(line.case, line.what, line.goal, line.got, line.verdict)
+        console.print(verdicts)
