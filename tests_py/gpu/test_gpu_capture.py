@@ -172,6 +172,48 @@ def test_shards_of_other_ranks_are_refused_before_anything_is_sent() -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_ranks_that_disagree_about_shards_are_told(in_graph: bool) -> None:
+    """Rank 1 sends more, or fewer rows than rank 0 expects; as many as before it has said."""
+
+    def body(rank: Rank) -> None:
+        capture = RoutingCapture(
+            num_layers=1, num_experts=8, top_k=2, max_tokens=8, comm=rank.comm, device=rank.device
+        )
+        rows = rank.put(numpy.array([[1, 2 + rank.rank]] * 2, "int8"))
+        agreed = CaptureLayout.sharded([2, 2], rank.rank, 4)
+        capture.begin_step(0, stream=rank.stream)
+        capture.record(0, rows, agreed, stream=rank.stream)
+        rank.wait()
+        rank.comm.barrier()
+        for step, (expected, sent) in enumerate([(1, 2), (2, 1), (0, 1), (1, 0)], 1):
+            mine = [2, expected] if rank.rank == 0 else [2, sent]
+            layout = CaptureLayout.sharded(mine, rank.rank, sum(mine))
+            own = rows[: mine[rank.rank]]
+            capture.begin_step(step, stream=rank.stream)
+            if in_graph:
+                with graph_of(rank.stream) as graphs:
+                    capture.record(0, own, layout, stream=rank.stream)
+                graphs[0].launch(rank.stream)
+            else:
+                capture.record(0, own, layout, stream=rank.stream)
+            snapshot = capture.snapshot(sum(mine), stream=rank.stream)
+            if rank.rank == 0:
+                text = f"counts: expected {expected} rows of rank 1, .*got {sent} rows .* layer 0"
+                with pytest.raises(InvalidArgument, match=text):
+                    snapshot.wait()
+            else:
+                assert len(snapshot.array) == sum(mine)
+            del snapshot
+            capture.begin_step(100 + step, stream=rank.stream)
+            capture.record(0, rows, agreed, stream=rank.stream)
+            assert capture.snapshot(4, stream=rank.stream).missing_rows == [0]
+        rank.wait()
+        rank.comm.barrier()
+
+    run_ranks(2, body)
+
+
 def test_the_first_shards_make_memory_and_so_no_graph_holds_them() -> None:
     """Also where shards without rows came before."""
 

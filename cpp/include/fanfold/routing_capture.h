@@ -53,8 +53,10 @@ struct FANFOLD_EXPORT CaptureLayout {
 /// rank order; collective. `shards`, a layout kSharded, has the counts and says which rank this is:
 /// what does not fit the ranks it must refuse before it waits for them. On a GPU `send` may have
 /// any row stride, and the work is enqueued on `stream`, a cudaStream_t; else that is null.
-using GatherRows = std::function<void(const TensorView& send, const TensorView& recv,
-                                      const CaptureLayout& shards, void* stream)>;
+/// Returns null where it has compared the ranks' counts; on a GPU it may leave that to the kernel
+/// that records: how many rows each rank sent, [R] in device memory, there until the next call.
+using GatherRows = std::function<const std::int32_t*(const TensorView& send, const TensorView& recv,
+                                                     const CaptureLayout& shards, void* stream)>;
 
 /// What a RoutingCapture is made from.
 struct FANFOLD_EXPORT RoutingCaptureConfig {

@@ -50,10 +50,10 @@ class DeviceGather {
         max_row_bytes_(max_row_bytes) {}
 
   /// `counts` has a number for every rank, and for this one that of the rows of `send`.
-  void operator()(const TensorView& send, const TensorView& recv, const Counts& counts,
-                  void* stream) {
+  const std::int32_t* operator()(const TensorView& send, const TensorView& recv,
+                                 const Counts& counts, void* stream) {
     const std::int64_t num_rows = *std::max_element(counts.begin(), counts.end());
-    if (num_rows == 0) return;  // on every rank
+    if (num_rows == 0) return nullptr;  // on every rank
     if (exchange_ == nullptr) make(stream);
     DispatchInputs inputs;
     inputs.topk_ids = everyone(send.shape[0]);
@@ -69,7 +69,10 @@ class DeviceGather {
       if (bytes > 0) backend_->copy(to, rows + source, bytes, stream);
       to += bytes;
     }
+    const auto* const sent = static_cast<const std::byte*>(received.rank_counts().data);
+    backend_->copy(received_.get(), sent, count_bytes(), stream);
     exchange_->release(received.handle(), stream);
+    return reinterpret_cast<const std::int32_t*>(received_.get());
   }
 
  private:
@@ -96,8 +99,13 @@ class DeviceGather {
     const auto bytes = static_cast<std::int64_t>(ranks.size() * sizeof ranks[0]);
     ranks_ = backend->allocate(bytes);
     backend->upload(ranks_.get(), ranks.data(), bytes);
+    received_ = backend->allocate(count_bytes());
     exchange_ = std::make_unique<AllToAll>(communicator_, config);
     backend_ = std::move(backend);
+  }
+
+  std::int64_t count_bytes() const {
+    return communicator_.num_ranks() * static_cast<std::int64_t>(sizeof(std::int32_t));
   }
 
   TensorView everyone(std::int64_t num_rows) const {
@@ -114,6 +122,7 @@ class DeviceGather {
   std::int64_t max_row_bytes_;
   std::shared_ptr<exec::DeviceBackend> backend_;
   std::shared_ptr<std::byte> ranks_;  // in [rows, num_ranks] int32
+  std::shared_ptr<std::byte> received_;  // [num_ranks] int32: rows of the last call
   std::unique_ptr<AllToAll> exchange_;
 };
 
@@ -122,9 +131,10 @@ class DeviceGather {
 GatherRows gather_rows(Communicator& communicator, const RoutingCaptureConfig& config) {
   if (config.device == DeviceType::kCpu) {
     return [&communicator](const TensorView& send, const TensorView& recv,
-                           const CaptureLayout& shards, void* /*stream*/) {
+                           const CaptureLayout& shards, void* /*stream*/) -> const std::int32_t* {
       check_ranks(communicator, shards);
       communicator.all_gather_v(send, recv, shards.counts);
+      return nullptr;
     };
   }
   const std::int64_t width = std::int64_t{config.top_k} + config.num_shared_experts;
@@ -133,7 +143,7 @@ GatherRows gather_rows(Communicator& communicator, const RoutingCaptureConfig& c
   return [&communicator, gather](const TensorView& send, const TensorView& recv,
                                  const CaptureLayout& shards, void* stream) {
     check_ranks(communicator, shards);
-    (*gather)(send, recv, shards.counts, stream);
+    return (*gather)(send, recv, shards.counts, stream);
   };
 }
 

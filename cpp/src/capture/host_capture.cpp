@@ -39,7 +39,7 @@ class HostCapture final : public RoutingCapture::Impl {
   exec::Stream to_stream(const std::optional<void*>& /*stream*/) const override { return nullptr; }
   void start_step(exec::Stream stream) override;
   void write(const Record& record) override;
-  TensorView join(const TensorView& topk_ids, const CaptureLayout& layout,
+  Joined join(const TensorView& topk_ids, const CaptureLayout& layout,
                   exec::Stream stream) override;
   void make_sink(std::size_t slot, Sink& sink, DType dtype, std::int64_t rows,
                  std::int64_t width) override;
@@ -97,7 +97,7 @@ void HostCapture::refuse_ids(const Record& record, const RowSpan& span) const {
   refuse_id(record.layer, wrong, rule().num_experts, !config().logical_of_expert.empty());
 }
 
-TensorView HostCapture::join(const TensorView& topk_ids, const CaptureLayout& layout,
+RoutingCapture::Impl::Joined HostCapture::join(const TensorView& topk_ids, const CaptureLayout& layout,
                              exec::Stream stream) {
   const std::int64_t mine = topk_ids.shape[0];
   const std::int64_t width = topk_ids.shape[1];
@@ -108,7 +108,7 @@ TensorView HostCapture::join(const TensorView& topk_ids, const CaptureLayout& la
   const TensorView send(static_cast<const void*>(packed_.data()), topk_ids.dtype, {mine, width});
   const TensorView all(static_cast<void*>(joined_.data()), topk_ids.dtype, {sum, width});
   config().gather(send, all, layout, stream);
-  return all;
+  return {all, nullptr};
 }
 
 void HostCapture::write(const Record& record) {
