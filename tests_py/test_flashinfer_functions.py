@@ -458,6 +458,13 @@ def test_the_module_gives_offsets_that_name_the_rows() -> None:
             3, workspace, metainfo, 3, me, 2, 1, offset, True,
         )  # fmt: skip
         assert same_bits(out, torch.full((3, 2), 2.5))
+        again = (out.new_ones((2, 3, 2)), 3, workspace, metainfo, 3, me, 2, 1, offset, False)
+        rest = (None, None, 1.0, None, False, False, False, None)
+        assert same_bits(module.moe_a2a_combine(*again, *rest), torch.ones((3, 2)))
+        assert module.moe_a2a_combine_into(*again, *rest, out) is None
+        assert same_bits(out, torch.ones((3, 2)))
+        with pytest.raises(TypeError, match="expected an output"):
+            module.moe_a2a_combine_into(*again, *rest)
         _, _, _, none, nothing = module.moe_a2a_dispatch(
             ids, payloads, workspace, metainfo, 3, me, 2, 1, 2
         )
