@@ -360,7 +360,7 @@ def test_no_top_k_is_left_out(top_k: int) -> None:
     run_combine((3, 5, 24, top_k), zero_copy=False)
 
 
-@pytest.mark.parametrize("world", [1, 3, 6, 7, 16])
+@pytest.mark.parametrize("world", [1, 3, 6, 7, 16, 32, 64])
 def test_any_number_of_ranks(world: int) -> None:
     run_combine((world, 4, 33, 2), zero_copy=True)
 

@@ -121,7 +121,7 @@ class DeviceGather {
   std::int64_t max_rows_;
   std::int64_t max_row_bytes_;
   std::shared_ptr<exec::DeviceBackend> backend_;
-  std::shared_ptr<std::byte> ranks_;  // in [rows, num_ranks] int32
+  std::shared_ptr<std::byte> ranks_;     // in [rows, num_ranks] int32
   std::shared_ptr<std::byte> received_;  // [num_ranks] int32: rows of the last call
   std::unique_ptr<AllToAll> exchange_;
 };

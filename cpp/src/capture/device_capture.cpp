@@ -125,7 +125,7 @@ class DeviceCapture final : public RoutingCapture::Impl {
   void start_step(exec::Stream stream) override;
   void write(const Record& record) override;
   Joined join(const TensorView& topk_ids, const CaptureLayout& layout,
-                  exec::Stream stream) override;
+              exec::Stream stream) override;
   void make_sink(std::size_t slot, Sink& sink, DType dtype, std::int64_t rows,
                  std::int64_t width) override;
   void clear_sink(std::size_t slot, exec::Stream stream) override;
@@ -279,8 +279,8 @@ void DeviceCapture::write(const Record& record) {
   }
 }
 
-RoutingCapture::Impl::Joined DeviceCapture::join(const TensorView& topk_ids, const CaptureLayout& layout,
-                               exec::Stream stream) {
+RoutingCapture::Impl::Joined DeviceCapture::join(const TensorView& topk_ids,
+                                                 const CaptureLayout& layout, exec::Stream stream) {
   const std::int64_t sum = check_counts(layout);
   if (joined_.empty() || sum * topk_ids.row_bytes() > joined_bytes_) {
     if (device_.backend->capture_of(stream) != 0) refuse_first_shards_in_graph();

@@ -40,7 +40,7 @@ class HostCapture final : public RoutingCapture::Impl {
   void start_step(exec::Stream stream) override;
   void write(const Record& record) override;
   Joined join(const TensorView& topk_ids, const CaptureLayout& layout,
-                  exec::Stream stream) override;
+              exec::Stream stream) override;
   void make_sink(std::size_t slot, Sink& sink, DType dtype, std::int64_t rows,
                  std::int64_t width) override;
   void clear_sink(std::size_t slot, exec::Stream stream) override;
@@ -97,8 +97,8 @@ void HostCapture::refuse_ids(const Record& record, const RowSpan& span) const {
   refuse_id(record.layer, wrong, rule().num_experts, !config().logical_of_expert.empty());
 }
 
-RoutingCapture::Impl::Joined HostCapture::join(const TensorView& topk_ids, const CaptureLayout& layout,
-                             exec::Stream stream) {
+RoutingCapture::Impl::Joined HostCapture::join(const TensorView& topk_ids,
+                                               const CaptureLayout& layout, exec::Stream stream) {
   const std::int64_t mine = topk_ids.shape[0];
   const std::int64_t width = topk_ids.shape[1];
   const std::int64_t sum = check_counts(layout);

@@ -59,7 +59,7 @@ class RoutingCapture::Impl {
     bool overwrite;
     bool is_sink;
     exec::Stream stream;
-    std::vector<std::int64_t> counts;              // of shards: rows of each rank, as said here
+    std::vector<std::int64_t> counts;               // of shards: rows of each rank, as said here
     const std::int32_t* received_counts = nullptr;  // and as sent; null: they are equal
   };
   /// The ids of all shards, and how many each sent; null: as the layout says.
@@ -80,7 +80,7 @@ class RoutingCapture::Impl {
   virtual void write(const Record& record) = 0;
   /// Brings shards together, which fit.
   virtual Joined join(const TensorView& topk_ids, const CaptureLayout& layout,
-                          exec::Stream stream) = 0;
+                      exec::Stream stream) = 0;
   /// Memory of `rows` x `width` ids that say "not written".
   virtual void make_sink(std::size_t slot, Sink& sink, DType dtype, std::int64_t rows,
                          std::int64_t width) = 0;
