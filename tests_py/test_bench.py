@@ -287,6 +287,27 @@ def test_smoke_measures_fanfold_the_floor_and_gloo(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_smoke_measures_what_recording_costs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "capture.json"
+    arguments = ["--preset", "capture", "--smoke", "--json", str(out)]
+    assert cli.main([*arguments, "--check", "--slack", "1000"]) == 0
+    assert cli.main([*arguments, "--check", "--slack", "0"]) == 1
+    entries = json.loads(out.read_text())["captures"]
+    assert [entry["case"].removeprefix("64 x 8 ") for entry in entries] == [
+        "int32 into int8",
+        "int64 into int8",
+        "int16 into int8",
+        "int32 into int32",
+        "int16 into int16",
+    ]
+    assert [entry["bytes_read"] for entry in entries] == [2048, 4096, 1024, 2048, 1024]
+    assert all(entry["ratio"] > 0 and entry["copy_us"]["p50"] > 0 for entry in entries)
+    assert "FAIL" in capsys.readouterr().out
+    assert cli.main([*arguments, "--plot", str(tmp_path / "p.png")]) == cli.USAGE_ERROR
+
+
 class TestVariants:
     def test_a_name_gives_strategy_layout_and_wire(self) -> None:
         assert parse_variant("fanfold_two_sided", "flat") == Variant("two_sided", "flat")

@@ -310,6 +310,60 @@ def test_one_thread_can_make_the_exchanges_of_all_ranks() -> None:
         ranks.of_rank(0).make("name", config, active)
 
 
+@pytest.mark.parametrize("has_combined", [False, True])
+def test_a_refused_dispatch_leaves_the_last_one_to_be_combined(has_combined: bool) -> None:
+    ranks = Ranks(2, 4, 2 * 16)
+
+    def one(rank: Rank) -> None:
+        ids = torch.tensor([[0, 3], [2, 1]], dtype=torch.int32)
+        x = noise(rank.rank, (2, 16), BF16)
+        views, offset, _ = rank.dispatch(ids, [x], 2, 4)
+        y = views[0].clone()
+        expected = (x.float() * 2).to(BF16)
+        if has_combined:
+            assert same_bits(rank.combine(y, 2, 2, 2, offset), expected)
+        for _ in range(2):
+            with pytest.raises(fanfold.InvalidArgument, match="got 4"):
+                rank.dispatch(torch.full_like(ids, 4), [x], 2, 4)
+        assert same_bits(views[0], y)
+        assert same_bits(rank.combine(y, 2, 2, 2, offset), expected)
+        views, offset, _ = rank.dispatch(ids, [x], 2, 4)
+        assert same_bits(rank.combine(views[0].clone(), 2, 2, 2, offset), expected)
+        made = WORKSPACES.find(rank.workspace, rank.rank).exchanges._slots
+        assert sum(slot.is_open for slots in made.values() for slot in slots) == 1
+
+    ranks.run(one)
+
+
+def test_what_could_not_be_made_or_combined_leaves_no_exchange_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = exchanges.Exchanges(RanksOfProcess(1).of_rank(0), 2, 128)
+    ids, x = torch.zeros((2, 1), dtype=torch.int32), torch.ones((2, 16), dtype=BF16)
+    stats = torch.ones(1, dtype=torch.int32)
+
+    def broken(*_: Any) -> Any:
+        raise MemoryError("none")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(made, "_stats_kind", broken)
+        with pytest.raises(MemoryError):
+            made.open(exchanges.Dispatch(ids, [x], 1, 2, stats=stats))
+    assert made.is_idle
+    with monkeypatch.context() as patched:
+        patched.setattr(made, "_gather", broken)
+        with pytest.raises(MemoryError):
+            made.open(exchanges.Dispatch(ids, [x], 1, 2, stats=stats))
+    assert made.is_idle
+    opened = made.open(exchanges.Dispatch(ids, [x], 1, 2))
+    wide = opened.payloads[0].float()  # goes home through another exchange
+    with pytest.raises(fanfold.InvalidArgument):
+        opened.combine(wide, torch.empty((2, 8)))
+    opened.end()
+    assert made.is_idle
+    assert len([slot for slots in made._slots.values() for slot in slots]) == 3
+
+
 def test_what_was_dispatched_must_be_what_is_combined() -> None:
     ranks = Ranks(1, 4, 64)
 

@@ -360,7 +360,7 @@ def test_no_top_k_is_left_out(top_k: int) -> None:
     run_combine((3, 5, 24, top_k), zero_copy=False)
 
 
-@pytest.mark.parametrize("world", [1, 3, 6, 7, 16])
+@pytest.mark.parametrize("world", [1, 3, 6, 7, 16, 32, 64])
 def test_any_number_of_ranks(world: int) -> None:
     run_combine((world, 4, 33, 2), zero_copy=True)
 
@@ -458,6 +458,13 @@ def test_the_module_gives_offsets_that_name_the_rows() -> None:
             3, workspace, metainfo, 3, me, 2, 1, offset, True,
         )  # fmt: skip
         assert same_bits(out, torch.full((3, 2), 2.5))
+        again = (out.new_ones((2, 3, 2)), 3, workspace, metainfo, 3, me, 2, 1, offset, False)
+        rest = (None, None, 1.0, None, False, False, False, None)
+        assert same_bits(module.moe_a2a_combine(*again, *rest), torch.ones((3, 2)))
+        assert module.moe_a2a_combine_into(*again, *rest, out) is None
+        assert same_bits(out, torch.ones((3, 2)))
+        with pytest.raises(TypeError, match="expected an output"):
+            module.moe_a2a_combine_into(*again, *rest)
         _, _, _, none, nothing = module.moe_a2a_dispatch(
             ids, payloads, workspace, metainfo, 3, me, 2, 1, 2
         )

@@ -184,11 +184,35 @@ def test_wrong_calls_are_named(moe_ep: Any) -> None:
         moe_ep.create_communication(bootstrap, params, "fanfold", comm_backend=backend)
     with pytest.raises(TypeError, match=r"options: expected comm_backend.*got \['lamport'\]"):
         create(comm, params, lamport=True)
-    low = moe_ep.NVLinkOneSidedConfig(use_low_precision_combine=True, backend_name="fanfold")
-    rounding = create(comm, params, low)
-    result = rounding.dispatch(x, torch.zeros((2, 1), dtype=torch.int32))
+    with pytest.raises(fanfold.InvalidArgument, match="extra_payload_bytes_per_token: expected at"):
+        create(comm, params, extra_payload_bytes_per_token=-1)
+
+
+@pytest.mark.parametrize("form", ["FlashInfer's config", "Fanfold's config", "keywords"])
+def test_options_of_flashinfers_own_backend_are_taken(moe_ep: Any, form: str) -> None:
+    flashinfer.register()
+    params = moe_ep.MoEEpCommParams(2, 1, 4, 16)
+    comm = fanfold.Communicator.threads(1)[0]
+    options: dict[str, Any] = {
+        "use_low_precision_combine": True,
+        "extra_payload_bytes_per_token": 12,
+        "enable_rank_mask": True,
+    }
+    if form == "keywords":
+        rounding = create(comm, params, **options)
+    elif form == "Fanfold's config":
+        rounding = create(comm, params, FanfoldConfig(**options))
+    else:
+        config = moe_ep.NVLinkOneSidedConfig(backend_name="fanfold", **options)
+        rounding = create(comm, params, config)
+    ((made,),) = rounding._exchanges._slots.values()
+    assert made.config["dispatch_row_bytes"] == 2 * 16 + 12, "before the first round"
+    x, ids = torch.ones((2, 16), dtype=BF16), torch.zeros((2, 1), dtype=torch.int32)
+    scales = torch.ones((2, 3))
+    result = rounding.dispatch(x, ids, hidden_states_scale=scales)
     y = torch.full_like(result.hidden_states, 1.0625)
     assert rounding.combine(y).tolist() == [[1.0] * 16] * 2
+    assert list(rounding._exchanges._slots.values()) == [[made]], "nothing grew"
 
 
 def test_without_flashinfer_registering_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

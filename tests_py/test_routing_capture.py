@@ -113,6 +113,20 @@ def test_shards_come_together_through_the_communicator() -> None:
         return snapshot.array[:, 0].tolist()
 
     assert spawn_threads(2, fn) == [[[0, 7], [0, 5], [1, 7]]] * 2
+
+    def wrong(comm: fanfold.Communicator) -> None:
+        capture = make_capture(num_layers=1, comm=comm)
+        capture.begin_step(0)
+        with pytest.raises(fanfold.InvalidArgument, match=r"counts: expected 2 numbers.*got 4"):
+            capture.record(0, ids_of((1, 2)), CaptureLayout.sharded([1] * 4, comm.rank, 4))
+        with pytest.raises(fanfold.InvalidArgument, match=f"rank: expected {comm.rank}, this rank"):
+            capture.record(0, ids_of((1, 2)), CaptureLayout.sharded([1, 1], 1 - comm.rank, 2))
+        counts = [2 - comm.rank, 1]  # ranks that disagree
+        rows = [(1, 2)] * counts[comm.rank]
+        with pytest.raises(fanfold.InvalidArgument, match="counts"):
+            capture.record(0, ids_of(*rows), CaptureLayout.sharded(counts, comm.rank, sum(counts)))
+
+    spawn_threads(2, wrong)
     with pytest.raises(fanfold.InvalidState, match="gather callback"):
         capture = make_capture()
         capture.begin_step(0)

@@ -37,8 +37,10 @@ TEST_P(CaptureShardsOverTest, ShardsOfASequenceAreGatheredAndTrimmed) {
     spawn_ranks(GetParam(), 2, [num_tokens](Communicator& communicator) {
       RoutingCaptureConfig config = small_capture(1);
       config.gather = [&](const TensorView& send, const TensorView& recv,
-                          const std::vector<std::int64_t>& counts,
-                          void*) { communicator.all_gather_v(send, recv, counts); };
+                          const CaptureLayout& shards, void*) -> const std::int32_t* {
+        communicator.all_gather_v(send, recv, shards.counts);
+        return nullptr;
+      };
       RoutingCapture capture(config);
       capture.begin_step(1);
       const std::vector<std::int64_t> counts(2, shard_counts(num_tokens, 2)[0]);
@@ -59,9 +61,11 @@ TEST_P(CaptureShardsOverTest, ShardsOfASequenceAreGatheredAndTrimmed) {
 TEST(CaptureShardsTest, ShardsWithoutPaddingAreTheCountsAsTheyAre) {
   spawn_ranks(4, [](Communicator& communicator) {
     RoutingCaptureConfig config = small_capture(1);
-    config.gather = [&](const TensorView& send, const TensorView& recv,
-                        const std::vector<std::int64_t>& counts,
-                        void*) { communicator.all_gather_v(send, recv, counts); };
+    config.gather = [&](const TensorView& send, const TensorView& recv, const CaptureLayout& shards,
+                        void*) -> const std::int32_t* {
+      communicator.all_gather_v(send, recv, shards.counts);
+      return nullptr;
+    };
     RoutingCapture capture(config);
     capture.begin_step(1);
     const Ids all = numbered_rows(5);
@@ -74,9 +78,11 @@ TEST(CaptureShardsTest, ShardsWithoutPaddingAreTheCountsAsTheyAre) {
 TEST(CaptureShardsTest, AWrongIdInAShardIsAnErrorOnEveryRank) {
   spawn_ranks(2, [](Communicator& communicator) {
     RoutingCaptureConfig config = small_capture(1);
-    config.gather = [&](const TensorView& send, const TensorView& recv,
-                        const std::vector<std::int64_t>& counts,
-                        void*) { communicator.all_gather_v(send, recv, counts); };
+    config.gather = [&](const TensorView& send, const TensorView& recv, const CaptureLayout& shards,
+                        void*) -> const std::int32_t* {
+      communicator.all_gather_v(send, recv, shards.counts);
+      return nullptr;
+    };
     RoutingCapture capture(config);
     capture.begin_step(1);
     const Ids mine = {1, communicator.rank() == 1 ? 8 : 2};
@@ -88,8 +94,11 @@ TEST(CaptureShardsTest, AWrongIdInAShardIsAnErrorOnEveryRank) {
 
 TEST(CaptureShardsTest, ShardsThatDoNotFitAreRefusedBeforeAnyoneWaits) {
   RoutingCaptureConfig config = small_capture(1);
-  config.gather = [](const TensorView&, const TensorView&, const std::vector<std::int64_t>&,
-                     void*) { FAIL() << "gathered"; };
+  config.gather = [](const TensorView&, const TensorView&, const CaptureLayout&,
+                     void*) -> const std::int32_t* {
+    ADD_FAILURE() << "gathered";
+    return nullptr;
+  };
   RoutingCapture capture(config);
   capture.begin_step(1);
   const Ids ids = numbered_rows(2);

@@ -146,6 +146,103 @@ def test_gathered_shards_replay_and_wrong_ones_are_told_on_every_rank() -> None:
     run_ranks(2, body)
 
 
+def test_shards_of_other_ranks_are_refused_before_anything_is_sent() -> None:
+    def body(rank: Rank) -> None:
+        capture = RoutingCapture(
+            num_layers=1, num_experts=8, top_k=2, max_tokens=8, comm=rank.comm, device=rank.device
+        )
+        ids = rank.put(numpy.array([[1, 2 + rank.rank]], "int32"))
+        capture.begin_step(0, stream=rank.stream)
+        for _ in range(2):  # also when the memory is there already
+            for counts, me, text in (
+                ([1, 1, 1, 1], rank.rank, "counts: expected 2 numbers of rows.*got 4"),
+                ([1], 0, "counts: expected 2 numbers of rows.*got 1"),
+                ([1, 1], 1 - rank.rank, f"rank: expected {rank.rank}, this.*got {1 - rank.rank}"),
+            ):
+                with pytest.raises(InvalidArgument, match=text):
+                    layout = CaptureLayout.sharded(counts, me, len(counts))
+                    capture.record(0, ids, layout, stream=rank.stream)
+            layout = CaptureLayout.sharded([1, 1], rank.rank, 2)
+            capture.record(0, ids, layout, stream=rank.stream)
+        array = capture.snapshot(2, stream=rank.stream).array
+        assert array.tolist() == [[[1, 2]], [[1, 3]]]
+        rank.wait()
+        rank.comm.barrier()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_ranks_that_disagree_about_shards_are_told(in_graph: bool) -> None:
+    """Rank 1 sends more, or fewer rows than rank 0 expects; as many as before it has said."""
+
+    def body(rank: Rank) -> None:
+        capture = RoutingCapture(
+            num_layers=1, num_experts=8, top_k=2, max_tokens=8, comm=rank.comm, device=rank.device
+        )
+        rows = rank.put(numpy.array([[1, 2 + rank.rank]] * 2, "int8"))
+        agreed = CaptureLayout.sharded([2, 2], rank.rank, 4)
+        capture.begin_step(0, stream=rank.stream)
+        capture.record(0, rows, agreed, stream=rank.stream)
+        rank.wait()
+        rank.comm.barrier()
+        for step, (expected, sent) in enumerate([(1, 2), (2, 1), (0, 1), (1, 0)], 1):
+            mine = [2, expected] if rank.rank == 0 else [2, sent]
+            layout = CaptureLayout.sharded(mine, rank.rank, sum(mine))
+            own = rows[: mine[rank.rank]]
+            capture.begin_step(step, stream=rank.stream)
+            if in_graph:
+                with graph_of(rank.stream) as graphs:
+                    capture.record(0, own, layout, stream=rank.stream)
+                graphs[0].launch(rank.stream)
+            else:
+                capture.record(0, own, layout, stream=rank.stream)
+            snapshot = capture.snapshot(sum(mine), stream=rank.stream)
+            if rank.rank == 0:
+                text = f"counts: expected {expected} rows of rank 1, .*got {sent} rows .* layer 0"
+                with pytest.raises(InvalidArgument, match=text):
+                    snapshot.wait()
+            else:
+                assert len(snapshot.array) == sum(mine)
+            del snapshot
+            capture.begin_step(100 + step, stream=rank.stream)
+            capture.record(0, rows, agreed, stream=rank.stream)
+            assert capture.snapshot(4, stream=rank.stream).missing_rows == [0]
+        rank.wait()
+        rank.comm.barrier()
+
+    run_ranks(2, body)
+
+
+def test_the_first_shards_make_memory_and_so_no_graph_holds_them() -> None:
+    """Also where shards without rows came before."""
+
+    def body(rank: Rank) -> None:
+        capture = RoutingCapture(
+            num_layers=1, num_experts=8, top_k=2, max_tokens=4, comm=rank.comm, device=rank.device
+        )
+        ids = rank.put(numpy.array([[1, 2 + rank.rank]], "int32"))
+        nothing = rank.put(numpy.empty((0, 2), "int32"))
+        layout = CaptureLayout.sharded([1, 1], rank.rank, 2)
+        capture.begin_step(0, stream=rank.stream)
+        for _ in range(2):
+            with (
+                graph_of(rank.stream),
+                pytest.raises(
+                    InvalidState, match=r"first record of shards, .* outside of a graph capture"
+                ),
+            ):
+                capture.record(0, ids, layout, stream=rank.stream)
+            empty = CaptureLayout.sharded([0, 0], rank.rank, 0)
+            capture.record(0, nothing, empty, stream=rank.stream)
+        capture.record(0, ids, layout, stream=rank.stream)
+        assert capture.snapshot(2, stream=rank.stream).array.tolist() == [[[1, 2]], [[1, 3]]]
+        rank.wait()
+        rank.comm.barrier()
+
+    run_ranks(2, body)
+
+
 def test_a_wrong_id_is_told_by_the_next_look(gpu: Device) -> None:
     capture = gpu.capture()
     capture.begin_step(1, stream=gpu.stream)

@@ -199,3 +199,36 @@ def test_the_capturer_takes_ids_of_a_gpu() -> None:
             capturer.snapshot_routing_data(2)
         with pytest.raises(fanfold.InvalidArgument, match="a tensor on cuda:0"):
             capturer.capture(0, torch.tensor(step_ids))
+
+
+@pytest.mark.parametrize("when", ["before", "after", "never"])
+def test_a_wrong_id_ends_its_step_and_no_other(when: str) -> None:
+    """Whether the kernels that find it are done before the call that looks, after, or neither."""
+    with torch_cuda.CudaFunctions():
+        capturer = vllm.RoutedExpertsCapturer(
+            4, num_layers=1, num_experts=256, top_k=2, library="torch", device="cuda",
+            forward_context=lambda: None, token_offset=lambda _: 0,
+        )  # fmt: skip
+        good = torch.tensor([[1, 255], [3, 4]], dtype=torch.int32).to("cuda")
+        wrong = torch.tensor([[1, 256], [0, 0]], dtype=torch.int32).to("cuda")
+        for _ in range(3):
+            capturer.capture(0, wrong)
+            if when == "before":
+                torch.cuda.synchronize()
+            for num_tokens in (-1, 5):
+                with pytest.raises(fanfold.InvalidArgument, match=f"0 to 4 .*, got {num_tokens}"):
+                    capturer.snapshot_routing_data(num_tokens)
+            with pytest.raises(fanfold.InvalidArgument, match="got 256 at row 0, column 1"):
+                capturer.snapshot_routing_data(2)
+            capturer.capture(0, good[:1])
+            with pytest.raises(fanfold.InvalidState, match=r"lack some \(how many\): 0 \(1\)"):
+                capturer.snapshot_routing_data(2)
+            # A step that nobody asked for.
+            capturer.capture(0, wrong)
+            if when == "before":
+                torch.cuda.synchronize()
+            capturer.begin_step()
+            capturer.capture(0, good)
+            if when == "after":
+                torch.cuda.synchronize()
+            assert capturer.snapshot_routing_data(2).tolist() == [[[1, 255]], [[3, 4]]]

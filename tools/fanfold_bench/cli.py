@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fanfold_bench import acceptance, report, strategy_goals
+from fanfold_bench import acceptance, capture, report, strategy_goals
 from fanfold_bench.cases import DTYPES, LAYOUTS, PRESETS, Case, expand_against, preset_cases
 from fanfold_bench.launch import RunFailed, run_group
 from fanfold_bench.machine import CLASSES, choose_class, commit, describe
@@ -24,6 +24,7 @@ from fanfold_bench.routing import load_recording, recorded
 
 USAGE_ERROR = 2
 PIPE_WIDTH = 136
+CAPTURE = "capture"
 DESCRIPTION = """\
 Measure one exchange (dispatch + combine) of Fanfold from Python, the schemes in use today over
 gloo, and the floor of this machine, in one run and with one clock. Ranks are processes."""
@@ -48,7 +49,11 @@ def parser() -> argparse.ArgumentParser:
         help="generated, or recorded from a model: an integer array [layers, tokens, top_k]",
     )
     shape.add_argument("--seed", type=int, default=1)
-    shape.add_argument("--preset", choices=sorted(PRESETS), help="a set of shapes")
+    shape.add_argument(
+        "--preset",
+        choices=sorted([*PRESETS, CAPTURE]),
+        help="a set of shapes; capture: no exchange, but what recording costs beside a copy",
+    )
     how = p.add_argument_group("how")
     how.add_argument("--strategy", default="one_sided", help="or none: floor and baselines only")
     how.add_argument("--layout", choices=LAYOUTS, default="rank_major")
@@ -213,8 +218,26 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=PIPE_WIDTH)
 
 
+def run_capture(args: argparse.Namespace, command: str) -> int:
+    """Measure what recording costs, then write and print it.
+
+    Raises:
+        ValueError: options of exchanges were given.
+    """
+    if args.source or args.markdown or args.plot:
+        raise ValueError(f"--preset {CAPTURE} gives --json only, and has no --from")
+    doc = capture.measure(command, capture.SMOKE if args.smoke else capture.Shape())
+    lines = capture.judge(doc["captures"], args.slack) if args.check else []
+    capture.show(_console(), doc["captures"], lines)
+    if args.json:
+        _write(args.json, json.dumps(doc, indent=1) + "\n")
+    return acceptance.exit_status(lines) if args.check else 0
+
+
 def run(args: argparse.Namespace, command: str) -> int:
     """Measure or load, then write and print what was asked for."""
+    if args.preset == CAPTURE:
+        return run_capture(args, command)
     doc = load_document(args.source) if args.source else measure(args, command)
     wrong = problems(doc)
     lines = acceptance.judge_all(doc["cases"], args.slack) if args.check else []

@@ -50,10 +50,13 @@ struct FANFOLD_EXPORT CaptureLayout {
 };
 
 /// Gives `recv` [sum(counts), ...] the `send` [counts[r], ...] of every rank r of the shards, in
-/// rank order; collective. On a GPU `send` may have any row stride, and the work is enqueued on
-/// `stream`, a cudaStream_t; else that is null.
-using GatherRows = std::function<void(const TensorView& send, const TensorView& recv,
-                                      const std::vector<std::int64_t>& counts, void* stream)>;
+/// rank order; collective. `shards`, a layout kSharded, has the counts and says which rank this is:
+/// what does not fit the ranks it must refuse before it waits for them. On a GPU `send` may have
+/// any row stride, and the work is enqueued on `stream`, a cudaStream_t; else that is null.
+/// Returns null where it has compared the ranks' counts; on a GPU it may leave that to the kernel
+/// that records: how many rows each rank sent, [R] in device memory, there until the next call.
+using GatherRows = std::function<const std::int32_t*(const TensorView& send, const TensorView& recv,
+                                                     const CaptureLayout& shards, void* stream)>;
 
 /// What a RoutingCapture is made from.
 struct FANFOLD_EXPORT RoutingCaptureConfig {
@@ -249,9 +252,11 @@ class FANFOLD_EXPORT RoutingCapture {
 };
 
 /// A `config.gather` among the ranks of `communicator`, at most 128 on a GPU: one rank per shard.
-/// Borrows it. On a GPU rows go through an AllToAll (one_sided) of `config.max_tokens` rows, which
-/// the first call makes: that call is collective, waits, and no graph capture may hold it. A later
-/// one waits for nothing; that a peer is late or gone is told by the call after it.
+/// Borrows it. Shards of another number of ranks, or of another rank than the communicator's, are
+/// InvalidArgument. On a GPU rows go through an AllToAll (one_sided) of `config.max_tokens` rows,
+/// which the first call with rows makes: that call is collective, waits, and is InvalidState in a
+/// graph capture. A later one waits for nothing; that a peer is late or gone is told by the call
+/// after it.
 FANFOLD_EXPORT GatherRows gather_rows(Communicator& communicator,
                                       const RoutingCaptureConfig& config);
 

@@ -13,6 +13,13 @@ void refuse(const char* name, const std::string& expected, const std::string& go
   throw InvalidArgument(base::str(name, ": expected ", expected, ", got ", got));
 }
 
+void refuse_first_shards_in_graph() {
+  throw InvalidState(
+      "record: expected the first record of shards, which makes memory, outside of a graph "
+      "capture, "
+      "got it in one");
+}
+
 void check_host_tensor(const char* name, const TensorView& view) {
   if (view.device != DeviceType::kCpu) refuse(name, "a tensor on cpu", view.describe());
   if (view.num_elements() > 0 && view.data == nullptr) {

@@ -18,6 +18,9 @@ constexpr std::int64_t kMaxPosition = INT64_MAX / 4;
 /// @throws InvalidArgument  always: name, expected and got.
 [[noreturn]] void refuse(const char* name, const std::string& expected, const std::string& got);
 
+/// The first record of shards makes memory, which no graph capture may hold.
+[[noreturn]] void refuse_first_shards_in_graph();
+
 /// A tensor in the host's memory that has data.
 void check_host_tensor(const char* name, const TensorView& view);
 

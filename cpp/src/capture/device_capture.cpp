@@ -124,8 +124,8 @@ class DeviceCapture final : public RoutingCapture::Impl {
   exec::Stream to_stream(const std::optional<void*>& stream) const override;
   void start_step(exec::Stream stream) override;
   void write(const Record& record) override;
-  TensorView join(const TensorView& topk_ids, const CaptureLayout& layout,
-                  exec::Stream stream) override;
+  Joined join(const TensorView& topk_ids, const CaptureLayout& layout,
+              exec::Stream stream) override;
   void make_sink(std::size_t slot, Sink& sink, DType dtype, std::int64_t rows,
                  std::int64_t width) override;
   void clear_sink(std::size_t slot, exec::Stream stream) override;
@@ -259,6 +259,12 @@ void DeviceCapture::write(const Record& record) {
   params.cells = cells_.get() + slot * layer_bytes();
   params.stamps = at<std::uint64_t>(stamps_) + slot * config().max_tokens;
   params.slot = slot;
+  if (record.received_counts != nullptr) {
+    params.received_counts = record.received_counts;
+    params.num_shards = static_cast<std::int32_t>(record.counts.size());
+    std::transform(record.counts.begin(), record.counts.end(), params.counts,
+                   [](std::int64_t count) { return static_cast<std::int32_t>(count); });
+  }
   std::size_t next = 0;
   while (next < record.spans.size()) {
     params.num_spans = 0;
@@ -273,10 +279,11 @@ void DeviceCapture::write(const Record& record) {
   }
 }
 
-TensorView DeviceCapture::join(const TensorView& topk_ids, const CaptureLayout& layout,
-                               exec::Stream stream) {
+RoutingCapture::Impl::Joined DeviceCapture::join(const TensorView& topk_ids,
+                                                 const CaptureLayout& layout, exec::Stream stream) {
   const std::int64_t sum = check_counts(layout);
-  if (sum * topk_ids.row_bytes() > joined_bytes_) {
+  if (joined_.empty() || sum * topk_ids.row_bytes() > joined_bytes_) {
+    if (device_.backend->capture_of(stream) != 0) refuse_first_shards_in_graph();
     // At once for all that may come: fewer rows of padding than shards, ids of 8 bytes.
     const auto num_shards = static_cast<std::int64_t>(layout.counts.size());
     const std::int64_t width = std::int64_t{config().top_k} + config().num_shared_experts;
@@ -288,8 +295,7 @@ TensorView DeviceCapture::join(const TensorView& topk_ids, const CaptureLayout& 
                  {sum, topk_ids.shape[1]});
   all.device = DeviceType::kGpu;
   all.device_index = config().device_index;
-  config().gather(topk_ids, all, layout.counts, stream);
-  return all;
+  return {all, config().gather(topk_ids, all, layout, stream)};
 }
 
 void DeviceCapture::make_sink(std::size_t slot, Sink& sink, DType dtype, std::int64_t rows,

@@ -47,6 +47,8 @@ bool DeviceErrors::acknowledge(std::uint64_t known, std::uint64_t number) noexce
 void DeviceErrors::refuse(const exec::CaptureError& error) const {
   const int layer = layers_[static_cast<std::size_t>(error.slot)];
   switch (error.fault) {
+    case exec::CaptureFault::kOtherCount:
+      refuse_count(layer, error.row, error.num_ids, error.id);
     case exec::CaptureFault::kPartlyWritten:
       refuse_partly_written(top_k_, error.row, error.column);
     case exec::CaptureFault::kOtherIds:

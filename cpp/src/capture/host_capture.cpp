@@ -39,8 +39,8 @@ class HostCapture final : public RoutingCapture::Impl {
   exec::Stream to_stream(const std::optional<void*>& /*stream*/) const override { return nullptr; }
   void start_step(exec::Stream stream) override;
   void write(const Record& record) override;
-  TensorView join(const TensorView& topk_ids, const CaptureLayout& layout,
-                  exec::Stream stream) override;
+  Joined join(const TensorView& topk_ids, const CaptureLayout& layout,
+              exec::Stream stream) override;
   void make_sink(std::size_t slot, Sink& sink, DType dtype, std::int64_t rows,
                  std::int64_t width) override;
   void clear_sink(std::size_t slot, exec::Stream stream) override;
@@ -97,8 +97,8 @@ void HostCapture::refuse_ids(const Record& record, const RowSpan& span) const {
   refuse_id(record.layer, wrong, rule().num_experts, !config().logical_of_expert.empty());
 }
 
-TensorView HostCapture::join(const TensorView& topk_ids, const CaptureLayout& layout,
-                             exec::Stream stream) {
+RoutingCapture::Impl::Joined HostCapture::join(const TensorView& topk_ids,
+                                               const CaptureLayout& layout, exec::Stream stream) {
   const std::int64_t mine = topk_ids.shape[0];
   const std::int64_t width = topk_ids.shape[1];
   const std::int64_t sum = check_counts(layout);
@@ -107,8 +107,8 @@ TensorView HostCapture::join(const TensorView& topk_ids, const CaptureLayout& la
   joined_.resize(static_cast<std::size_t>(sum * topk_ids.row_bytes()));
   const TensorView send(static_cast<const void*>(packed_.data()), topk_ids.dtype, {mine, width});
   const TensorView all(static_cast<void*>(joined_.data()), topk_ids.dtype, {sum, width});
-  config().gather(send, all, layout.counts, stream);
-  return all;
+  config().gather(send, all, layout, stream);
+  return {all, nullptr};
 }
 
 void HostCapture::write(const Record& record) {

@@ -22,6 +22,11 @@ void refuse_other_ids(int layer, std::int64_t token, std::int64_t row, std::int6
                          " recorded before (or overwrite), got other ids at row ", row));
 }
 
+void refuse_count(int layer, std::int64_t rank, std::int64_t expected, std::int64_t got) {
+  refuse("layout.counts", str(expected, " rows of rank ", rank, ", as this rank has it"),
+         str(got, " rows from there for layer ", layer));
+}
+
 void refuse_partly_written(int top_k, std::int64_t row, std::int64_t column) {
   refuse("sink", str("all ", top_k, " ids of a row, or none, to be written"),
          str("column ", column, " of row ", row, " not written"));

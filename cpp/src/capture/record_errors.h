@@ -18,4 +18,8 @@ namespace fanfold::capture {
 /// @throws InvalidArgument  always.
 [[noreturn]] void refuse_partly_written(int top_k, std::int64_t row, std::int64_t column);
 
+/// @throws InvalidArgument  always.
+[[noreturn]] void refuse_count(int layer, std::int64_t rank, std::int64_t expected,
+                               std::int64_t got);
+
 }  // namespace fanfold::capture

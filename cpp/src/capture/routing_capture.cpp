@@ -180,14 +180,17 @@ void RoutingCapture::Impl::take(const char* call, int layer, const TensorView& t
   ids.shape[0] = num_rows;
   if (!is_sink) check_no_sink(ids);
   const exec::Stream stream = to_stream(options.stream);
-  std::vector<RowSpan> spans;
+  Record record{slot, layer, ids, {}, options.overwrite, is_sink, stream, {}};
   if (layout.kind == CaptureLayout::Kind::kSharded) {
-    spans = check_shards(ids, layout);
-    ids = join(ids, layout, stream);
+    record.spans = check_shards(ids, layout);
+    const Joined joined = join(ids, layout, stream);
+    record.ids = joined.ids;
+    record.counts = layout.counts;
+    record.received_counts = joined.received_counts;
   } else {
-    spans = capture::row_spans(layout, num_rows, config_.max_tokens);
+    record.spans = capture::row_spans(layout, num_rows, config_.max_tokens);
   }
-  write({slot, layer, ids, std::move(spans), options.overwrite, is_sink, stream});
+  write(record);
   has_records_ = true;
 }
 

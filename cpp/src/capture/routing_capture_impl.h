@@ -59,6 +59,13 @@ class RoutingCapture::Impl {
     bool overwrite;
     bool is_sink;
     exec::Stream stream;
+    std::vector<std::int64_t> counts;               // of shards: rows of each rank, as said here
+    const std::int32_t* received_counts = nullptr;  // and as sent; null: they are equal
+  };
+  /// The ids of all shards, and how many each sent; null: as the layout says.
+  struct Joined {
+    TensorView ids;
+    const std::int32_t* received_counts;
   };
 
   /// The constructor of the subclass makes `ring_`.
@@ -71,9 +78,9 @@ class RoutingCapture::Impl {
   virtual exec::Stream to_stream(const std::optional<void*>& stream) const = 0;
   virtual void start_step(exec::Stream stream) = 0;
   virtual void write(const Record& record) = 0;
-  /// The ids of all shards, which fit.
-  virtual TensorView join(const TensorView& topk_ids, const CaptureLayout& layout,
-                          exec::Stream stream) = 0;
+  /// Brings shards together, which fit.
+  virtual Joined join(const TensorView& topk_ids, const CaptureLayout& layout,
+                      exec::Stream stream) = 0;
   /// Memory of `rows` x `width` ids that say "not written".
   virtual void make_sink(std::size_t slot, Sink& sink, DType dtype, std::int64_t rows,
                          std::int64_t width) = 0;

@@ -13,18 +13,18 @@ namespace fanfold::exec {
 
 /// What was wrong with ids that a kernel was to record. Of one launch the first in this order has
 /// the word, then the one of the lowest row and column.
-enum class CaptureFault : std::int64_t { kPartlyWritten, kWrongId, kOtherIds };
+enum class CaptureFault : std::int64_t { kOtherCount, kPartlyWritten, kWrongId, kOtherIds };
 
 /// The first error of a step. All of 8 bytes: kernels copy it word by word.
 struct CaptureError {
   std::uint64_t number;  // of all errors of this capture, from 1 on; 0: none
   CaptureFault fault;
   std::int64_t slot;         // of the layer
-  std::int64_t row, column;  // of the tensor that was recorded
-  std::int64_t id;
+  std::int64_t row, column;  // of the tensor that was recorded; kOtherCount: row is the shard
+  std::int64_t id;           // kOtherCount: rows that it sent
   std::int64_t token;
   std::int64_t step_id;
-  std::int64_t num_ids;      // ids below it are right
+  std::int64_t num_ids;      // ids below it are right; kOtherCount: rows that it should have sent
   std::int64_t is_physical;  // 1: ids are mapped to logical ones
 };
 constexpr int kCaptureErrorWords = static_cast<int>(sizeof(CaptureError) / sizeof(std::uint64_t));
@@ -81,7 +81,8 @@ struct CaptureSpan {
   std::int64_t token;
   std::int64_t first;  // rows of the spans before it
 };
-constexpr int kMaxCaptureSpans = 128;  // of one launch: kernels take 4 KiB of parameters
+constexpr int kMaxCaptureSpans = 128;   // of one launch: kernels take 4 KiB of parameters
+constexpr int kMaxCaptureShards = 128;  // as many as an AllToAll of a GPU has ranks
 
 /// Check the ids of one layer, turn them into logical ones and store them in their narrow type.
 struct DeviceRecordParams {
@@ -101,7 +102,11 @@ struct DeviceRecordParams {
   std::int64_t num_rows;  // of all spans
   std::int32_t num_spans;
   CaptureSpan spans[kMaxCaptureSpans];
+  const std::int32_t* received_counts;  // in [num_shards] rows that each sent; null: not compared
+  std::int32_t num_shards;
+  std::int32_t counts[kMaxCaptureShards];  // and those that it should have sent
 };
+static_assert(sizeof(DeviceRecordParams) <= 4096);
 
 /// What comes before the ids of a snapshot. Page-locked host memory.
 struct CaptureSnapshotHead {

@@ -185,6 +185,20 @@ __device__ inline std::int64_t token_of(const Params& p, std::int64_t row) {
   return -1;
 }
 
+/// The id that an error is about. Of a chunk at a time: rows may be such that only chunks can be
+/// loaded.
+__device__ inline std::int64_t id_of(const Params& p, const exec::CaptureError& error) {
+  std::int64_t numbers[kChunk];
+  const auto within = static_cast<int>(error.column % kChunk);
+  load_ids(p, error.row * p.ids_stride + error.column - within, within + 1, error.num_ids, numbers);
+  std::int64_t id = 0;
+  FANFOLD_UNROLL
+  for (int i = 0; i < kChunk; ++i) {
+    if (i == within) id = numbers[i];
+  }
+  return id;
+}
+
 /// Makes `key` the error of the step, if it is the first, and tells the host, if that has seen what
 /// it was told before. One thread.
 __device__ inline void report(const Params& p, std::uint64_t key) {
@@ -201,14 +215,12 @@ __device__ inline void report(const Params& p, std::uint64_t key) {
   error.step_id = state->step_id;
   error.num_ids = state->rule.num_ids;
   error.is_physical = state->rule.logical_of_expert != nullptr ? 1 : 0;
-  std::int64_t numbers[kChunk];
-  // From the chunk that the id is in: rows may be such that only chunks can be loaded.
-  const auto within = static_cast<int>(error.column % kChunk);
-  load_ids(p, error.row * p.ids_stride + error.column - within, within + 1, error.num_ids, numbers);
-  error.id = 0;
-  FANFOLD_UNROLL
-  for (int i = 0; i < kChunk; ++i) {
-    if (i == within) error.id = numbers[i];
+  if (error.fault == CaptureFault::kOtherCount) {
+    error.id = p.received_counts[error.row];
+    error.num_ids = p.counts[error.row];
+    error.token = -1;
+  } else {
+    error.id = id_of(p, error);
   }
   state->error = error;
   // Pairs with the host's release in DeviceErrors: it has read what is overwritten here.
@@ -308,6 +320,12 @@ __global__ void __launch_bounds__(kThreads, 2) record_ids_kernel(const __grid_co
   const exec::CaptureRule rule = p.state->rule;
   const std::uint64_t step = p.state->step;
   const std::int64_t num_threads = std::int64_t{gridDim.x} * kThreads;
+  if (p.received_counts != nullptr && blockIdx.x == 0) {
+    for (int shard = static_cast<int>(threadIdx.x); shard < p.num_shards; shard += kThreads) {
+      if (p.received_counts[shard] == p.counts[shard]) continue;
+      remember(p, CaptureFault::kOtherCount, shard, 0);
+    }
+  }
   for (std::int64_t at = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; at < p.num_rows;
        at += num_threads) {
     std::int64_t row = 0;

@@ -12,9 +12,9 @@ ranks' calls agree in what decides this, so all ranks decide alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from fanfold import _core
 from fanfold.all_to_all import AllToAll
@@ -84,6 +84,9 @@ class Slot:
         )
 
 
+LetGo: TypeAlias = Callable[[Slot], None]
+
+
 @dataclass
 class OpenRound:
     """One dispatch and what it received, until ``end``.
@@ -142,15 +145,17 @@ class OpenRound:
                 travels == _name(y.dtype)
             ) else y.clone()  # fmt: skip
         stream = stream_of(y)
-        if travels == _name(y.dtype):
-            through.received.combine(y, out, **stream)
-        else:
-            wide = out.new_empty(out.shape, dtype=_wide_dtype())
-            through.received.combine(y.to(wide.dtype), wide, **stream)
-            out.copy_(wide)
+        try:
+            if travels == _name(y.dtype):
+                through.received.combine(y, out, **stream)
+            else:
+                wide = out.new_empty(out.shape, dtype=_wide_dtype())
+                through.received.combine(y.to(wide.dtype), wide, **stream)
+                out.copy_(wide)
+        finally:
+            if through is not self:
+                through.end()
         self.exchanges.foresee(travels, num_bytes)
-        if through is not self:
-            through.end()
         self._finish()
 
     def end(self) -> None:
@@ -158,16 +163,28 @@ class OpenRound:
         if self.has_ended:
             return
         self.has_ended = True
+        for part in self._parts():
+            part.slot.is_open = False
         self._finish()
-        for part in (self, self.stats_round):
-            if part is not None:
-                part.slot.is_open = False
+
+    def reopen(self) -> None:
+        """Take ``end`` back, as long as no round came after it: for further combines."""
+        self.has_ended = False
+        for part in self._parts():
+            part.slot.is_open = True
+
+    def lies_in(self, slot: Slot) -> bool:
+        """Whether something of it is memory of this exchange."""
+        return any(part.slot is slot for part in self._parts())
+
+    def _parts(self) -> list[OpenRound]:
+        return [self] if self.stats_round is None else [self, self.stats_round]
 
     def _finish(self) -> None:
         """End it among the ranks."""
         self.has_combined = True
-        for part in (self, self.stats_round):
-            if part is not None and part.received.is_open:
+        for part in self._parts():
+            if part.received.is_open:
                 part.received.release()
 
     def _takes(self, travels: str, row_bytes: int) -> bool:
@@ -194,10 +211,17 @@ class Exchanges:
         max_num_tokens: M, the most tokens of a rank in a round.
         bytes_per_token: what a workspace has for one token's rows of dispatch and combine.
         generation: tells these exchanges from earlier ones of the same ranks.
+        dispatch_row_bytes: what one token's rows of a dispatch are at least expected to be.
     """
 
     def __init__(
-        self, ranks: Ranks, max_num_tokens: int, bytes_per_token: int, generation: int = 0
+        self,
+        ranks: Ranks,
+        max_num_tokens: int,
+        bytes_per_token: int,
+        generation: int = 0,
+        *,
+        dispatch_row_bytes: int = 0,
     ) -> None:
         self.rank = ranks.rank
         self.num_ranks = ranks.num_ranks
@@ -205,6 +229,7 @@ class Exchanges:
         self._ranks = ranks
         self._bytes_per_token = bytes_per_token
         self._generation = generation
+        self._dispatch_row_bytes = dispatch_row_bytes
         self._slots: dict[Kind, list[Slot]] = {}
         self._num_made = 0
         self._combine_bytes: dict[str, int] = {}
@@ -231,7 +256,12 @@ class Exchanges:
             self._slot(self._stats_kind(device), 4 * num_stats)
 
     def open(
-        self, call: Dispatch, travels: str | None = None, *, has_spare: bool = True
+        self,
+        call: Dispatch,
+        travels: str | None = None,
+        *,
+        has_spare: bool = True,
+        let_go: LetGo | None = None,
     ) -> OpenRound:
         """Dispatch. Waits for every active rank (on a GPU torch's current stream does).
 
@@ -240,6 +270,8 @@ class Exchanges:
             travels: the type of the results; None: as foreseen.
             has_spare: whether an exchange that is made takes what the workspace has beside the
                 payloads, for results that are not known yet.
+            let_go: called for an exchange that is given up, before that: of its rounds nothing may
+                be kept, since on a GPU what frees their memory may wait for what a peer enqueues.
 
         Raises:
             InvalidArgument: something does not fit, or the ranks' calls differ.
@@ -252,14 +284,16 @@ class Exchanges:
         )
         # All that is made is made first: one thread may run the other ranks after this one, and
         # what is enqueued waits for them.
-        slot = self._slot(
-            kind, sum(row_bytes(payload) for payload in call.payloads), has_spare=has_spare
-        )
-        slot.is_open = True
-        stats_slot = None if call.stats is None else self._stats_slot(call)
+        num_bytes = sum(row_bytes(payload) for payload in call.payloads)
+        slot = self._slot(kind, num_bytes, has_spare=has_spare, let_go=let_go)
+        stats_slot = None if call.stats is None else self._stats_slot(call, let_go)
         opened = self._dispatch(slot, call)
         if stats_slot is not None:
-            self._gather(opened, stats_slot)
+            try:
+                self._gather(opened, stats_slot)
+            except BaseException:
+                opened.end()
+                raise
         # The caller may reuse its tensor before the results go home.
         call.topk_ids = ids.clone()
         return opened
@@ -301,7 +335,6 @@ class Exchanges:
         return self._kind(ranks, ranks, "float32", device, active, for_stats=True)
 
     def _dispatch(self, slot: Slot, call: Dispatch) -> OpenRound:
-        slot.is_open = False  # as long as it may fail
         active = call.active or [True] * self.num_ranks
         if slot.exchange.active_mask != active:
             slot.exchange.set_active_mask(active)
@@ -316,9 +349,9 @@ class Exchanges:
         slot.is_open = True
         return OpenRound(self, slot, received, call, list(received.payloads), received.rank_counts)
 
-    def _stats_slot(self, call: Dispatch) -> Slot:
+    def _stats_slot(self, call: Dispatch, let_go: LetGo | None) -> Slot:
         kind = self._stats_kind(str(call.stats.device), call.active)
-        return self._slot(kind, row_bytes(call.stats.view(1, -1)))
+        return self._slot(kind, row_bytes(call.stats.view(1, -1)), let_go=let_go)
 
     def _gather(self, opened: OpenRound, slot: Slot) -> None:
         """Every rank's statistics: one token for all ranks, each the host of one expert."""
@@ -338,8 +371,17 @@ class Exchanges:
             if not is_active:
                 opened.stats[rank].zero_()
 
-    def _slot(self, kind: Kind, dispatch_row_bytes: int, *, has_spare: bool = True) -> Slot:
+    def _slot(
+        self,
+        kind: Kind,
+        dispatch_row_bytes: int,
+        *,
+        has_spare: bool = True,
+        let_go: LetGo | None = None,
+    ) -> Slot:
         """An exchange of this kind without an open round, and with room."""
+        if has_spare and not kind.for_stats:
+            dispatch_row_bytes = max(dispatch_row_bytes, self._dispatch_row_bytes)
         results = 0 if kind.for_stats else self._combine_bytes.get(kind.travels, 0)
         combine_row_bytes = max(16, results)
         slots = self._slots.setdefault(kind, [])
@@ -352,6 +394,8 @@ class Exchanges:
             dispatch_row_bytes = max(dispatch_row_bytes, slot.config["dispatch_row_bytes"])
             combine_row_bytes = max(combine_row_bytes, slot.config["combine_row_bytes"])
             del slots[index]
+            if let_go is not None:
+                let_go(slot)
             self._ranks.drop(slot.name, slot.exchange)
             del slot  # on a GPU what frees memory may wait for what a peer enqueues next
             break

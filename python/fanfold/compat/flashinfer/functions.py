@@ -143,7 +143,8 @@ def moe_a2a_dispatch(
         ``[ep_size, n]``, or None. Valid until the last combine.
 
     Raises:
-        Refused, InvalidArgument: something does not fit; nothing was sent.
+        Refused, InvalidArgument: something does not fit; nothing was sent, and the last dispatch
+            can still be combined.
         WorkspaceTooSmall: the payloads need more bytes than the workspace has.
         PeerTimeout, PeerAborted, PeerLost: a rank is late or gone.
     """
@@ -165,11 +166,7 @@ def moe_a2a_dispatch(
         stats=eplb_local_stats,
     )
     checks.check_dispatch(kept, call)
-    if kept.own is not None:
-        kept.own.end()
-        kept.own = None
-    opened = kept.open(call)
-    kept.own = opened
+    opened = kept.open_own(call)
     kept.write_counters(workspace)
     return opened.payloads, kept.combine_offset(), opened.stats
 

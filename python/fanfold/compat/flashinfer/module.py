@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,8 @@ def get_moe_alltoall_module(backend: str = "trtllm") -> SimpleNamespace:
     ``moe_a2a_dispatch`` gives five values: where the bytes of each received payload begin, from the
     start of the workspace; how many they are; the combine offset and that of the gathered
     statistics (or -1), from the start of this rank's row; and how many statistics a rank has.
-    ``moe_a2a_wrap_payload_tensor_in_workspace`` makes views of them.
+    ``moe_a2a_wrap_payload_tensor_in_workspace`` makes views of them. The last
+    argument of ``moe_a2a_combine_into`` is the output; it gives nothing.
 
     Raises:
         NotImplementedError: ``backend`` is "cake".
@@ -25,7 +27,8 @@ def get_moe_alltoall_module(backend: str = "trtllm") -> SimpleNamespace:
     return SimpleNamespace(
         moe_a2a_initialize=functions.moe_a2a_initialize,
         moe_a2a_dispatch=_dispatch,
-        moe_a2a_combine=functions.moe_a2a_combine,
+        moe_a2a_combine=_combine,
+        moe_a2a_combine_into=_combine_into,
         moe_a2a_sanitize_expert_ids=functions.moe_a2a_sanitize_expert_ids,
         moe_a2a_get_metainfo_index_pairs=sizes.metainfo_index_pairs,
         moe_a2a_get_aux_data_size=sizes.aux_data_size,
@@ -59,3 +62,57 @@ def _dispatch(
     if stats is None:
         return starts, lengths, combine_offset, -1, 0
     return starts, lengths, combine_offset, kept.offsets[8], int(stats.shape[1])
+
+
+def _combine(
+    payload: Any,
+    local_num_tokens: int,
+    workspace: Any,
+    metainfo: Any,
+    runtime_max_tokens_per_rank: int,
+    ep_rank: int,
+    ep_size: int,
+    top_k: int,
+    combine_payload_offset: int,
+    payload_in_workspace: bool = False,
+    output_dtype: Any = None,
+    output_scales: Any = None,
+    output_scalar_scale: float = 1.0,
+    sf_layout: Any = None,
+    use_low_precision: bool = False,
+    enable_pdl: bool | None = None,
+    enable_rank_mask: bool = False,
+    active_rank_mask: Any = None,
+    output: Any = None,
+) -> Any:
+    return functions.moe_a2a_combine(
+        payload,
+        local_num_tokens,
+        workspace,
+        metainfo,
+        runtime_max_tokens_per_rank,
+        ep_rank,
+        ep_size,
+        top_k,
+        combine_payload_offset,
+        payload_in_workspace,
+        output_dtype,
+        output_scales,
+        output_scalar_scale,
+        sf_layout,
+        output,
+        use_low_precision=use_low_precision,
+        enable_pdl=enable_pdl,
+        enable_rank_mask=enable_rank_mask,
+        active_rank_mask=active_rank_mask,
+    )
+
+
+def _combine_into(*arguments: Any, **named: Any) -> None:
+    """As ``_combine``, whose last argument must be given."""
+    if len(arguments) < _COMBINE_ARGUMENTS and named.get("output") is None:
+        raise TypeError("moe_a2a_combine_into: expected an output as its last argument, got none")
+    _combine(*arguments, **named)
+
+
+_COMBINE_ARGUMENTS = len(inspect.signature(_combine).parameters)

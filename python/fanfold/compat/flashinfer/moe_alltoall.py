@@ -383,7 +383,7 @@ class MoeAlltoAll:
         self._check_mapped()
         if not self._kept.exchanges.is_idle:
             raise CallOrder("checkpoint_prepare called between dispatch and combine")
-        self._kept.exchanges.close()
+        self._kept.close()
         self._is_mapped = False
 
     def checkpoint_restore(self, comm_backend: Any = None) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from fanfold import _core
@@ -25,14 +25,20 @@ class FanfoldConfig:
 
     Attributes:
         backend_name: of the registry.
+        extra_payload_bytes_per_token: what the rows of a token take beside what the sizes say, such
+            as scales; room for it is made from the start.
         eplb_stats_num_experts: the longest statistics that a dispatch gathers.
         enable_rank_mask: dispatch and combine take masks.
+        use_low_precision_combine: round bfloat16 results to FP8 E4M3, saturated and without a
+            scale, as FlashInfer sends them; here they travel as bfloat16, so it saves nothing.
         comm_backend: a ``CommBackend`` of the group's ranks; None: the bootstrap's process group.
     """
 
     backend_name: str = BACKEND_NAME
+    extra_payload_bytes_per_token: int = 0
     eplb_stats_num_experts: int = 0
     enable_rank_mask: bool = False
+    use_low_precision_combine: bool = False
     comm_backend: Any = None
 
 
@@ -107,14 +113,14 @@ class RankMajorExchange:
 
         Raises:
             TypeError: an option of no known name.
-            InvalidArgument: the group is not the bootstrap's.
+            InvalidArgument: the group is not the bootstrap's, or a size cannot be.
         """
-        known = {"eplb_stats_num_experts", "enable_rank_mask", "comm_backend"}
+        known = {each.name for each in fields(FanfoldConfig)} - {"backend_name"}
         unknown = sorted(set(options) - known)
         if unknown:
             raise TypeError(f"options: expected {', '.join(sorted(known))}, got {unknown}")
         values = {name: getattr(config, name, None) for name in known} | options
-        self._has_low_precision = bool(getattr(config, "use_low_precision_combine", False))
+        self._has_low_precision = bool(values["use_low_precision_combine"])
         self._params = params
         self._num_stats = int(values["eplb_stats_num_experts"] or 0)
         self._takes_masks = bool(values["enable_rank_mask"])
@@ -136,11 +142,15 @@ class RankMajorExchange:
             )
         sizes.at_least("max_tokens_per_rank", params.max_tokens_per_rank, 1)
         self._token_dtype = params.dtype or _bfloat16()
+        extra = int(values["extra_payload_bytes_per_token"] or 0)
+        sizes.at_least("extra_payload_bytes_per_token", extra, 0)
         row = params.hidden_size * self._token_dtype.itemsize
+        dispatched = params.dispatch_bytes_per_token + extra
         self._exchanges = Exchanges(
             OwnRank(self._communicator),
             params.max_tokens_per_rank,
-            params.dispatch_bytes_per_token + row,
+            dispatched + row,
+            dispatch_row_bytes=dispatched,
         )
         self._exchanges.foresee(str(self._token_dtype).removeprefix("torch."), row)
         if self._takes_masks:
@@ -149,7 +159,7 @@ class RankMajorExchange:
                 default_device(),
                 params.num_experts,
                 params.top_k,
-                params.dispatch_bytes_per_token,
+                dispatched,
                 row,
                 self._num_stats,
             )

@@ -11,10 +11,10 @@ from typing import Any
 
 from fanfold.compat.flashinfer import counters, sizes
 from fanfold.compat.flashinfer.errors import CalledTooEarly, WorkspaceTooSmall
-from fanfold.compat.flashinfer.exchanges import Dispatch, Exchanges, OpenRound
+from fanfold.compat.flashinfer.exchanges import Dispatch, Exchanges, OpenRound, Slot
 from fanfold.compat.flashinfer.mnnvl import Owners
 from fanfold.compat.flashinfer.ranks import OwnRank, Ranks, RanksOfProcess
-from fanfold.errors import InvalidArgument
+from fanfold.errors import InvalidArgument, PeerAborted, PeerLost, PeerTimeout
 
 
 @dataclass
@@ -47,13 +47,37 @@ class WorkspaceRank:
         Raises:
             As ``Exchanges.open``.
         """
-        # It may be all that keeps an exchange, which must go before peers wait for this rank: on a
-        # GPU what frees memory waits for them.
-        self.latest = None
-        opened = self.exchanges.open(call)
+        opened = self.exchanges.open(call, let_go=self._let_go)
         self.latest = opened
         self.epochs = (max(self.epochs) + 1, self.epochs[1])
         return opened
+
+    def open_own(self, call: Dispatch) -> OpenRound:
+        """As ``open``, for the functions, whose last round ends unless this one is refused."""
+        if self.own is not None:
+            self.own.end()
+        try:
+            opened = self.open(call)
+        except (PeerTimeout, PeerAborted, PeerLost):
+            self.own = self.latest = None  # rows may have been overwritten
+            raise
+        except Exception:
+            if self.own is not None:
+                self.own.reopen()
+            raise
+        self.own = opened
+        return opened
+
+    def close(self) -> None:
+        """Give all exchanges up, and what lies in them."""
+        self.latest = self.own = None
+        self.exchanges.close()
+
+    def _let_go(self, slot: Slot) -> None:
+        if self.latest is not None and self.latest.lies_in(slot):
+            self.latest = None
+        if self.own is not None and self.own.lies_in(slot):
+            self.own = None
 
     def regions(self) -> list[Region]:
         """The bytes that name the latest dispatch's payloads: by capacity, in their order."""
@@ -153,7 +177,7 @@ class _Workspaces:
             before = entry.ranks.get(rank)
             entry.ranks[rank] = kept
         if before is not None:
-            before.exchanges.close()
+            before.close()
         return kept
 
     def find(self, workspace: Any, ep_rank: int) -> WorkspaceRank:

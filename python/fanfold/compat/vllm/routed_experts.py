@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy
 
-from fanfold._core import CaptureLayout, Communicator, RoutingCapture
+from fanfold._core import CaptureLayout, Communicator, RoutingCapture, RoutingSnapshot
 from fanfold.compat.flashinfer.mnnvl import default_device
 from fanfold.compat.vllm import vllm_values
 from fanfold.compat.vllm.row_rules import Kept, RowRules, StepTokens
@@ -190,7 +191,7 @@ class RoutedExpertsCapturer:
         Unlike vLLM's buffer it is a copy, made anew each time it is asked for: writing to it
         records nothing. Cells that were not recorded are -1, and after a snapshot all are.
         """
-        with self._capture.snapshot(self._max_tokens, stream=self._stream()) as snapshot:
+        with self._snapshot(self._max_tokens) as snapshot:
             return self._given(self._of_all_layers(snapshot.array, -1))
 
     def begin_step(self) -> None:
@@ -204,6 +205,9 @@ class RoutedExpertsCapturer:
         self._step_id += 1
         self._spans.clear()
         self._contexts.forget()
+        # What kernels have found wrong so far is of steps that are over.
+        with contextlib.suppress(Error):
+            self._capture.check()
         self._capture.begin_step(self._step_id, stream=self._stream())
 
     def capture(self, layer_id: int, topk_ids: Any) -> None:
@@ -277,16 +281,18 @@ class RoutedExpertsCapturer:
             InvalidArgument: a requested token has -1 for an id, which the dtype cannot hold; on a
                 GPU also: the step recorded an id at or past ``num_experts``. The step has ended.
         """
-        with self._capture.snapshot(num_tokens, stream=self._stream()) as snapshot:
-            try:
-                snapshot.wait()
-            except Error:
-                self.begin_step()
-                raise
-            missing = snapshot.missing_layers
-            missing_rows = dict(zip(self._moe_layers, snapshot.missing_rows, strict=True))
-            ids = self._of_all_layers(snapshot.array, 0)
-        self.begin_step()
+        if not 0 <= num_tokens <= self._max_tokens:
+            raise InvalidArgument(
+                f"num_tokens: expected 0 to {self._max_tokens} (max_num_batched_tokens), got "
+                f"{num_tokens}"
+            )
+        try:
+            with self._snapshot(num_tokens) as snapshot:
+                missing = snapshot.missing_layers
+                missing_rows = dict(zip(self._moe_layers, snapshot.missing_rows, strict=True))
+                ids = self._of_all_layers(snapshot.array, 0)
+        finally:
+            self.begin_step()
         if missing:
             lacking = ", ".join(f"{layer} ({missing_rows[layer]})" for layer in missing)
             raise InvalidState(
@@ -303,6 +309,14 @@ class RoutedExpertsCapturer:
                 f"{column}, and {len(negative)} in all"
             )
         return self._given(ids.astype(self.output_dtype_name))
+
+    def _snapshot(self, num_tokens: int) -> RoutingSnapshot:
+        try:
+            return self._capture.snapshot(num_tokens, stream=self._stream())
+        except Error:
+            # On a GPU it may be of an earlier step, whose kernels were late. An error of this step
+            # is told again by what is read of its snapshot.
+            return self._capture.snapshot(num_tokens, stream=self._stream())
 
     def _rows_and_layout(
         self, topk_ids: Any, num_rows: int, kept: Kept, offset: int
