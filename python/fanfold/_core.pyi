@@ -198,7 +198,9 @@ class Communicator:
 
     @property
     def kind(self) -> str:
-        """"threads", "processes", "nccl", or the kind of the transport: "gloo", "mpi"."""
+        """
+        "threads", "processes", "nccl", or the kind of the transport: "gloo", "mpi".
+        """
 
     @property
     def hosts(self) -> list[int]:
