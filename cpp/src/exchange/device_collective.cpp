@@ -27,10 +27,7 @@ void as_group(DeviceCollectives& collectives, Enqueue&& enqueue) {
   try {
     enqueue();
   } catch (...) {
-    try {
-      collectives.end_group();
-    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the first error counts
-    }
+    collectives.cancel_group();
     throw;
   }
   collectives.end_group();
@@ -137,6 +134,7 @@ void DeviceCollective::carry_results(const Slot& slot) {
 // --- Phases -------------------------------------------------------------------------------------
 
 void DeviceCollective::dispatch_send(Slot& slot, const DispatchCall& call) {
+  if (num_ranks() > 1) collectives_->check_stream(slot.call_stream);  // while nothing is enqueued
   send_rows(slot, call, /*waits=*/false);
   const exec::DeviceFlags flags = flags_of(slot, exec::DevicePhase::kDispatch, slot.sent);
   if (num_ranks() > 1) carry_flags(slot, flags);
@@ -183,6 +181,7 @@ void DeviceCollective::compact_rows(Slot& slot) {
 }
 
 void DeviceCollective::combine_send(Slot& slot, const CombineCall& call) {
+  if (num_ranks() > 1) collectives_->check_stream(slot.call_stream);
   send_results(slot, call, /*waits=*/false);
   const exec::DeviceFlags flags = combine_flags(slot, call.inputs->release, slot.hidden);
   if (num_ranks() > 1) carry_flags(slot, flags);

@@ -14,15 +14,16 @@ namespace fanfold::gpu {
 
 NcclWindows::NcclWindows(std::shared_ptr<NcclCollectives> collectives, std::int64_t bytes)
     : collectives_(std::move(collectives)),
-      bytes_(base::align_up(bytes, std::int64_t{nccl::kWindowAlignment})) {}
+      bytes_(base::align_up(bytes, std::int64_t{nccl::kWindowAlignment})),
+      generation_(collectives_->generation()) {}
 
 NcclWindows::~NcclWindows() {
   if (memory_ == nullptr) return;
   const DeviceContext& context = *collectives_->setup().context;
-  if (context.driver().is_forked_child()) return;
+  if (context.driver().is_forked_child() || is_unsettled_) return;
   try {
     context.wait_idle([] {});
-    collectives_->release_window(window_);
+    collectives_->release_window(window_, generation_);
     const DeviceContext::Current current(context);
     (void)collectives_->setup().library->functions().ncclMemFree(memory_);
   } catch (...) {
@@ -45,15 +46,34 @@ void NcclWindows::allocate() {
 }
 
 void NcclWindows::register_memory() {
-  collectives_->run("ncclCommWindowRegister", [this](const nccl::Functions& call, nccl::Comm comm) {
-    return call.ncclCommWindowRegister(comm, memory_, static_cast<std::size_t>(bytes_), &window_,
-                                       nccl::kWindowSymmetric);
-  });
+  // A thread of NCCL's may write to it when the call here has been given up.
+  const auto window = std::make_shared<nccl::Window>(nullptr);
+  try {
+    collectives_->run(
+        "ncclCommWindowRegister", [this, window](const nccl::Functions& call, nccl::Comm comm) {
+          is_unsettled_ = true;
+          return call.ncclCommWindowRegister(comm, memory_, static_cast<std::size_t>(bytes_),
+                                             window.get(), nccl::kWindowSymmetric);
+        });
+  } catch (...) {
+    if (is_unsettled_) base::keep_forever(window);
+    throw;
+  }
+  is_unsettled_ = false;
+  window_ = __atomic_load_n(window.get(), __ATOMIC_ACQUIRE);
+  if (window_ != nullptr) collectives_->add_window(window_, generation_);
   if (window_ == nullptr) {
     throw Unsupported(
         "GPU memory by nccl: expected a communicator with symmetric memory, got one that has none "
         "(devices without peer access, or NCCL_CUMEM_ENABLE=0 or NCCL_WIN_ENABLE=0)");
   }
+}
+
+void NcclWindows::check_usable() const {
+  if (collectives_->generation() == generation_) return;
+  throw InvalidState(
+      "GPU memory by nccl: expected the communicator on which it was allocated, which has been "
+      "reset, aborted or closed since; allocate anew");
 }
 
 void NcclWindows::find_peers() {

@@ -30,11 +30,14 @@ class NcclWindows {
 
   /// Of `make` only: nothing yet.
   NcclWindows(std::shared_ptr<NcclCollectives> collectives, std::int64_t bytes);
-  /// Waits for the device. Where that fails, as in a graph capture, the memory stays.
+  /// Waits for the device. Where that fails, as in a graph capture, or NCCL was not done with the
+  /// registration in time, the memory stays.
   ~NcclWindows();
   NcclWindows(const NcclWindows&) = delete;
   NcclWindows& operator=(const NcclWindows&) = delete;
 
+  /// @throws InvalidState  the communicator on which they were made has ended.
+  void check_usable() const;
   std::byte* data(int rank) const noexcept { return data_[static_cast<std::size_t>(rank)]; }
   std::int64_t bytes() const noexcept { return bytes_; }
 
@@ -48,6 +51,8 @@ class NcclWindows {
   std::int64_t bytes_;
   void* memory_ = nullptr;
   nccl::Window window_ = nullptr;
+  std::int64_t generation_;       // of the communicator that knows the window
+  bool is_unsettled_ = false;     // NCCL may still be registering the memory
   std::vector<std::byte*> data_;  // by rank
 };
 
