@@ -271,7 +271,7 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* data, size_t bytes, n
   }
   *window = nullptr;
   auto registration = std::make_shared<Registration>(*comm, data, found, window);
-  return begin(*comm, [registration] { return registration->advance(); });
+  return begin_late(*comm, [registration] { return registration->advance(); });
 }
 
 ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
