@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "base/clock.h"
@@ -60,6 +61,9 @@ class DeviceCollectives {
   virtual void reduce_scatter(const void* send, void* recv, DType dtype, std::int64_t num_elements,
                               void* stream) = 0;
 
+  /// How long calls from now on may wait for the transport to take them; null: for a time of its
+  /// own.
+  virtual void limit_calls(std::optional<base::Deadline> deadline) noexcept = 0;
   /// @throws PeerLost, CudaFailure, InvalidState  what has failed since; never waits.
   virtual void check() = 0;
   /// Ends what runs, unless the transport is the caller's own, and makes later calls fail. From any

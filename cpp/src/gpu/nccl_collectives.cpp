@@ -277,7 +277,7 @@ void NcclCollectives::enqueue(std::vector<Named> calls, void* stream) {
 void NcclCollectives::issue(const std::vector<Named>& calls) {
   if (calls.empty()) return;
   const char* name = calls.front().name;
-  const base::Deadline deadline(setup_.call_timeout);
+  const base::Deadline deadline = limit_.value_or(base::Deadline(setup_.call_timeout));
   nccl::Result result = nccl::kSuccess;
   {
     const DeviceContext::Current current(*setup_.context);

@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -78,6 +79,7 @@ class NcclCollectives final : public comm::DeviceCollectives {
                   void* stream) override;
   void reduce_scatter(const void* send, void* recv, DType dtype, std::int64_t num_elements,
                       void* stream) override;
+  void limit_calls(std::optional<base::Deadline> deadline) noexcept override { limit_ = deadline; }
   void check() override;
   void abort() noexcept override;
   void leave() noexcept override;
@@ -149,6 +151,7 @@ class NcclCollectives final : public comm::DeviceCollectives {
   mutable std::mutex reason_mutex_;                // guards reason_; may be taken within mutex_
   std::string reason_;                             // why calls fail; empty: they do not
   bool is_closed_ = false;
+  std::optional<base::Deadline> limit_;  // of calls; null: setup_.call_timeout
   int group_depth_ = 0;
   std::vector<Named> group_calls_;
 };

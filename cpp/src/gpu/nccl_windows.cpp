@@ -69,13 +69,6 @@ void NcclWindows::register_memory() {
   }
 }
 
-void NcclWindows::check_usable() const {
-  if (collectives_->generation() == generation_) return;
-  throw InvalidState(
-      "GPU memory by nccl: expected the communicator on which it was allocated, which has been "
-      "reset, aborted or closed since; allocate anew");
-}
-
 void NcclWindows::find_peers() {
   const NcclLibrary& library = *collectives_->setup().library;
   for (int rank = 0; rank < collectives_->num_ranks(); ++rank) {

@@ -36,8 +36,8 @@ class NcclWindows {
   NcclWindows(const NcclWindows&) = delete;
   NcclWindows& operator=(const NcclWindows&) = delete;
 
-  /// @throws InvalidState  the communicator on which they were made has ended.
-  void check_usable() const;
+  /// Not where the communicator has ended on which they were made.
+  bool are_usable() const noexcept { return collectives_->generation() == generation_; }
   std::byte* data(int rank) const noexcept { return data_[static_cast<std::size_t>(rank)]; }
   std::int64_t bytes() const noexcept { return bytes_; }
 
