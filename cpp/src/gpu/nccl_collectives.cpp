@@ -211,9 +211,9 @@ void NcclCollectives::leave() noexcept {
 
 // --- Calls ------------------------------------------------------------------------------------
 
-void NcclCollectives::run(const char* name, const Call& call) {
+void NcclCollectives::run(const char* name, const Call& call, base::Deadline deadline) {
   check_usable(name);
-  issue({{name, call}});
+  issue_until(deadline, {{name, call}});
 }
 
 std::int64_t NcclCollectives::generation() const noexcept {
@@ -276,8 +276,11 @@ void NcclCollectives::enqueue(std::vector<Named> calls, void* stream) {
 
 void NcclCollectives::issue(const std::vector<Named>& calls) {
   if (calls.empty()) return;
+  issue_until(limit_.value_or(base::Deadline(setup_.call_timeout)), calls);
+}
+
+void NcclCollectives::issue_until(base::Deadline deadline, const std::vector<Named>& calls) {
   const char* name = calls.front().name;
-  const base::Deadline deadline = limit_.value_or(base::Deadline(setup_.call_timeout));
   nccl::Result result = nccl::kSuccess;
   {
     const DeviceContext::Current current(*setup_.context);

@@ -56,7 +56,8 @@ class NcclCollectives final : public comm::DeviceCollectives {
   /// Calls `call(functions, comm)` where the device is current, and waits until NCCL is done with
   /// it; `name` is NCCL's. For parts of the library that use the communicator in other ways.
   void run(const char* name,
-           const std::function<nccl::Result(const nccl::Functions&, nccl::Comm)>& call);
+           const std::function<nccl::Result(const nccl::Functions&, nccl::Comm)>& call,
+           base::Deadline deadline);
 
   /// Counts the communicators of NCCL that this object has let go of: what was made of one is gone
   /// with it. Any thread.
@@ -114,6 +115,7 @@ class NcclCollectives final : public comm::DeviceCollectives {
   /// Into the open group, or at once.
   void enqueue(std::vector<Named> calls, void* stream);
   void issue(const std::vector<Named>& calls);
+  void issue_until(base::Deadline deadline, const std::vector<Named>& calls);
   /// Waits until NCCL has begun what was called. @throws what has failed, also of peers.
   void settle(const char* name, base::Deadline deadline);
   /// Waits for what is enqueued; false if a peer is gone for whom it would wait.

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "gpu/nccl_windows.h"
 
+#include <chrono>
+#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
@@ -45,16 +47,18 @@ void NcclWindows::allocate() {
                               " bytes, ncclMemAlloc: ", setup.library->describe(result, nullptr)));
 }
 
-void NcclWindows::register_memory() {
+void NcclWindows::register_memory(base::Deadline deadline) {
   // A thread of NCCL's may write to it when the call here has been given up.
   const auto window = std::make_shared<nccl::Window>(nullptr);
   try {
     collectives_->run(
-        "ncclCommWindowRegister", [this, window](const nccl::Functions& call, nccl::Comm comm) {
+        "ncclCommWindowRegister",
+        [this, window](const nccl::Functions& call, nccl::Comm comm) {
           is_unsettled_ = true;
           return call.ncclCommWindowRegister(comm, memory_, static_cast<std::size_t>(bytes_),
                                              window.get(), nccl::kWindowSymmetric);
-        });
+        },
+        deadline);
   } catch (...) {
     if (is_unsettled_) base::keep_forever(window);
     throw;
@@ -93,19 +97,23 @@ std::shared_ptr<NcclWindows> NcclWindows::make(comm::Group& group,
                                                std::int64_t bytes, base::Deadline deadline) {
   auto windows = std::make_shared<NcclWindows>(std::move(collectives), bytes);
   const std::string step = base::str("GPU memory of ", bytes, " bytes per rank, by nccl: ");
-  const auto together = [&](const char* part, void (NcclWindows::*work)()) {
+  const auto together = [&](const char* part, const std::function<void()>& work) {
     std::optional<comm::Failure> failure;
     try {
-      ((*windows).*work)();
+      work();
     } catch (...) {
       failure = comm::Failure::current(group.rank());
     }
     (void)group.exchange(step + part, {}, failure, deadline);
   };
-  together("allocation", &NcclWindows::allocate);
-  together("registration", &NcclWindows::register_memory);
-  together("addresses", &NcclWindows::find_peers);
-  together("zeroing", &NcclWindows::zero);
+  together("allocation", [&] { windows->allocate(); });
+  together("registration", [&] {
+    // Leaves the others time to hear of a failure.
+    const std::chrono::nanoseconds most(deadline.remaining_ns() / 4 * 3);
+    windows->register_memory(base::Deadline(most));
+  });
+  together("addresses", [&] { windows->find_peers(); });
+  together("zeroing", [&] { windows->zero(); });
   return windows;
 }
 

@@ -43,7 +43,7 @@ class NcclWindows {
 
  private:
   void allocate();
-  void register_memory();
+  void register_memory(base::Deadline deadline);
   void find_peers();
   void zero();
 

@@ -56,6 +56,7 @@ void forget(ncclComm* comm) {
     const std::lock_guard<std::mutex> lock(all.mutex);
     all.comms.erase(comm);
   }
+  forget_windows(*comm);
   if (comm->last_launch != nullptr) (void)cudaEventDestroy(comm->last_launch);
   delete comm;
 }

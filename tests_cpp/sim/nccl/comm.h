@@ -45,6 +45,8 @@ struct Launch {
   cudaStream_t stream;
 };
 
+/// Ends the windows of a communicator that ends.
+void forget_windows(const ncclComm& comm);
 /// Is it a communicator that lives?
 bool is_live(const ncclComm* comm);
 /// A new one, not known to the world yet.

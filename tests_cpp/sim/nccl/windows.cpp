@@ -213,6 +213,22 @@ class Registration {
 };
 
 }  // namespace
+
+void forget_windows(const ncclComm& comm) {
+  Windows& made = windows();
+  const std::lock_guard<std::mutex> lock(made.mutex);
+  for (auto it = made.all.begin(); it != made.all.end();) {
+    ncclWindow_vidmem* const window = *it;
+    if (window->comm != &comm) {
+      ++it;
+      continue;
+    }
+    it = made.all.erase(it);
+    unmap_peers(*window);
+    delete window;
+  }
+}
+
 }  // namespace cudasim::nccl
 
 // NOLINTBEGIN(readability-identifier-naming): NCCL's names
