@@ -133,8 +133,18 @@ void DeviceCollective::carry_results(const Slot& slot) {
 
 // --- Phases -------------------------------------------------------------------------------------
 
+void DeviceCollective::plan_tokens(Slot& slot, const DispatchCall& call) {
+  if (num_ranks() > 1) collectives_->check_stream(call.inputs->stream.value_or(nullptr));
+  DeviceExchange::plan_tokens(slot, call);
+}
+
+void DeviceCollective::use_stream(Slot& slot, const std::optional<void*>& stream,
+                                  const char* call) {
+  if (num_ranks() > 1) collectives_->check_stream(stream.value_or(slot.stream));
+  DeviceExchange::use_stream(slot, stream, call);
+}
+
 void DeviceCollective::dispatch_send(Slot& slot, const DispatchCall& call) {
-  if (num_ranks() > 1) collectives_->check_stream(slot.call_stream);  // while nothing is enqueued
   send_rows(slot, call, /*waits=*/false);
   const exec::DeviceFlags flags = flags_of(slot, exec::DevicePhase::kDispatch, slot.sent);
   if (num_ranks() > 1) carry_flags(slot, flags);
@@ -181,7 +191,6 @@ void DeviceCollective::compact_rows(Slot& slot) {
 }
 
 void DeviceCollective::combine_send(Slot& slot, const CombineCall& call) {
-  if (num_ranks() > 1) collectives_->check_stream(slot.call_stream);
   send_results(slot, call, /*waits=*/false);
   const exec::DeviceFlags flags = combine_flags(slot, call.inputs->release, slot.hidden);
   if (num_ranks() > 1) carry_flags(slot, flags);

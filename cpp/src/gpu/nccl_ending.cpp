@@ -38,9 +38,12 @@ std::shared_ptr<NcclEnding> NcclEnding::begin(std::shared_ptr<const NcclLibrary>
                                               nccl::Comm comm,
                                               std::vector<std::shared_ptr<NcclMaking>> late) {
   auto ending = std::make_shared<NcclEnding>();
-  const auto work = [ending, library = std::move(library), context = std::move(context), comm,
-                     late = std::move(late)] {
+  auto work = [ending, library = std::move(library), context = std::move(context), comm,
+               late = std::move(late)]() mutable {
     abort_all(*library, *context, comm, late);
+    late.clear();
+    context.reset();  // whoever waited for the end may be the last to need the device
+    library.reset();
     const std::lock_guard<std::mutex> lock(ending->mutex_);
     ending->is_over_ = true;
     ending->changed_.notify_all();
