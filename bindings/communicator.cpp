@@ -118,8 +118,9 @@ environment variable FANFOLD_HOST_ID where one is set.
 
 Args:
     transport: a fanfold.Transport that has not been started.
-    use: "auto" takes shared memory if all ranks are on one host, and the transport only serves to
-        meet; else the transport carries all data. "shared_memory" refuses ranks on different hosts.
+    use: "auto" takes shared memory if all ranks are on one host and meet there within 5 s, and
+        the transport only serves to meet; else the transport carries all data (`kind` and
+        `shares_memory` tell). "shared_memory" refuses ranks that are apart.
         "always" uses the transport on one host, too.
     timeout_s: deadline for joining and default of every call.
 

@@ -85,7 +85,8 @@ class PythonTransport final : public Transport {
         rank_(attribute<int>(object_, "rank", "an int")),
         num_ranks_(attribute<int>(object_, "num_ranks", "an int")),
         kind_(attribute<std::string>(object_, "kind", "a str")),
-        is_thread_bound_(attribute<bool>(object_, "is_thread_bound", "a bool")) {}
+        is_thread_bound_(attribute<bool>(object_, "is_thread_bound", "a bool")),
+        tells_unsent_(nb::hasattr(object_, "has_unsent")) {}
   ~PythonTransport() override {
     if (!nb::is_alive()) {
       (void)object_.release();  // the interpreter has ended, and what it held with it
@@ -129,6 +130,15 @@ class PythonTransport final : public Transport {
     return Message{source, bytes_of(nb::object(received[1]))};
   }
 
+  bool has_unsent(int peer) const override {
+    if (!tells_unsent_) return false;
+    const nb::gil_scoped_acquire gil;
+    const nb::object told = object_.attr("has_unsent")(peer);
+    bool has_some = false;
+    if (!nb::try_cast<bool>(told, has_some, false)) refuse("has_unsent", "a bool", told);
+    return has_some;
+  }
+
   std::string lost_reason(int peer) const override {
     const nb::gil_scoped_acquire gil;
     const nb::object reason = object_.attr("lost_reason")(peer);
@@ -153,6 +163,7 @@ class PythonTransport final : public Transport {
   int num_ranks_;
   std::string kind_;
   bool is_thread_bound_;
+  bool tells_unsent_;
 };
 
 }  // namespace

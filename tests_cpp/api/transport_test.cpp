@@ -195,7 +195,7 @@ TEST(WithoutSharedMemoryTest, StrategiesThatNeedItAreRefusedInWords) {
                               [&] { AllToAll refused(communicator, packed); });
     AllToAllConfig on_gpu = small_config(Strategy::kAuto);
     on_gpu.device = DeviceType::kGpu;
-    expect_error<Unsupported>({"device", "'cuda'", "transport"},
+    expect_error<Unsupported>({"device 'cuda'", "from_nccl"},
                               [&] { AllToAll refused(communicator, on_gpu); });
     expect_error<Unsupported>({"allocator", "share memory", "transport"},
                               [&] { Allocator refused(communicator); });

@@ -225,7 +225,9 @@ TEST(CommunicatorArgumentTest, OddTensorsAreRefused) {
   EXPECT_THAT(text(gaps), HasSubstr("send: expected a contiguous tensor"));
   TensorView gpu = floats(values);
   gpu.device = DeviceType::kGpu;
-  EXPECT_EQ(text(gpu), "send: expected a tensor on cpu, got float32 [9] on cuda:0");
+  EXPECT_EQ(text(gpu),
+            "communicator of kind threads: expected a tensor on cpu, got float32 [9] on cuda:0; "
+            "one made by from_nccl takes GPU tensors");
   EXPECT_THAT(text(TensorView()), HasSubstr("send: expected at least one dimension"));
   EXPECT_EQ(text(TensorView(static_cast<void*>(nullptr), DType::kFloat32, {3})),
             "send: expected memory for float32 [3] on cpu, got a null pointer");

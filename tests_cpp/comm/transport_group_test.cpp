@@ -468,21 +468,30 @@ TEST(TransportThreadsTest, ABoundTransportIsForOneThreadButAnyMayAbort) {
   });
 }
 
-TEST(TransportThreadsTest, ABoundTransportIsLeftAloneWhenItsRankEndsElsewhere) {
-  LoopbackNetwork::Options options;
-  options.is_thread_bound = true;
-  LoopbackNetwork network(2, options);
-  spawn_communicators(network, 2, [&](Communicator& comm) {
-    comm.barrier();
-    if (comm.rank() == 0) {
-      std::thread([moved = std::move(comm)]() mutable {
-        const Communicator end = std::move(moved);
-      }).join();
-      EXPECT_FALSE(network.is_closed(0));
-      return;
-    }
-    EXPECT_THROW(comm.barrier(milliseconds(50)), PeerTimeout);  // nobody could tell
-  });
+/// Only that thread may close it, and does: with its next call, or when it ends.
+TEST(TransportThreadsTest, ABoundTransportIsClosedByItsThreadWhenItsRankEndsElsewhere) {
+  for (const bool calls_again : {true, false}) {
+    LoopbackNetwork::Options options;
+    options.is_thread_bound = true;
+    options.tells_losses = false;
+    LoopbackNetwork network(2, options);
+    LoopbackNetwork other(1, options);
+    spawn_communicators(network, 2, [&](Communicator& comm) {
+      comm.barrier();
+      if (comm.rank() == 0) {
+        std::thread([moved = std::move(comm)]() mutable {
+          const Communicator end = std::move(moved);
+        }).join();
+        EXPECT_FALSE(network.is_closed(0));
+        if (!calls_again) return;
+        (void)Communicator::from_transport(other.transport(0), TransportUse::kAlways, seconds(5));
+        EXPECT_TRUE(network.is_closed(0));
+        return;
+      }
+      expect_error<PeerLost>({"rank 0 is gone: it closed its end"}, [&] { comm.barrier(); });
+    });
+    EXPECT_TRUE(network.is_closed(0));
+  }
 }
 
 // --- Ends

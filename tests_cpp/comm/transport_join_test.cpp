@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "comm/host_identity.h"
+#include "fanfold/allocator.h"
 #include "fanfold/communicator.h"
 #include "fanfold/error.h"
 #include "gmock/gmock.h"
@@ -207,10 +208,28 @@ TEST(TransportJoinTest, RanksThatCannotMeetOnTheirHostAllSaySo) {
     expect_error<PeerTimeout>({"from_transport: all ranks are on one host, but could not meet",
                                "use 'always' does without its memory"},
                               [&] {
-                                (void)Communicator::from_transport(transport, TransportUse::kAuto,
-                                                                   milliseconds(300));
+                                (void)Communicator::from_transport(
+                                    transport, TransportUse::kSharedMemory, milliseconds(300));
                               });
     EXPECT_TRUE(network.is_closed(rank));
+  });
+  EXPECT_EQ(network.num_breaches(), 0);
+}
+
+TEST(TransportJoinTest, RanksThatCannotMeetOnTheirHostKeepTheTransportAndTellWhy) {
+  LoopbackNetwork network(2);
+  spawn_on(network, 2, [&](int, std::shared_ptr<Transport> inner) {
+    const auto transport = std::make_shared<MisleadingTransport>(std::move(inner));
+    Communicator comm = Communicator::from_transport(transport, TransportUse::kAuto, seconds(2));
+    EXPECT_EQ(comm.kind(), "loopback");
+    EXPECT_FALSE(comm.shares_memory());
+    EXPECT_THAT(comm.hosts(), ElementsAre(0, 0));
+    Communicator child = *comm.split(0, 0);
+    expect_error<Unsupported>({"all 2 ranks are on one host, but could not meet in its memory",
+                               "did not", "a 'loopback' transport connects them"},
+                              [&] { (void)Allocator(child); });
+    child.close();
+    comm.close(seconds(5));
   });
   EXPECT_EQ(network.num_breaches(), 0);
 }

@@ -140,6 +140,24 @@ TEST_F(FromMpiTest, EveryCollectiveGivesEveryRankItsRows) {
   });
 }
 
+/// What MPI moves only within calls of its sender has left when a collective returns.
+TEST_F(FromMpiTest, ARankThatComputesAfterACollectiveKeepsNobodyInIt) {
+  run([](Communicator& comm) {
+    for (const int busy : {0, 1}) {
+      Values values = rows(comm.rank(), 0, 100'000);
+      comm.barrier();
+      const std::int64_t start = base::now_ns();
+      comm.all_reduce(view(values), view(values));
+      if (comm.rank() == busy) {
+        std::this_thread::sleep_for(seconds(1));
+      } else {
+        EXPECT_LT(base::now_ns() - start, 900'000'000);
+      }
+      comm.barrier();
+    }
+  });
+}
+
 TEST_F(FromMpiTest, RanksOfOneHostShareMemoryUnlessToldOtherwise) {
   for (const TransportUse use : {TransportUse::kAuto, TransportUse::kSharedMemory}) {
     Communicator comm = from_mpi(MPI_COMM_WORLD, use, seconds(10));

@@ -63,6 +63,14 @@ TEST_F(MpiJobs, EveryTestPassesOnFourRanks) {
   EXPECT_EQ(job.count("[  PASSED  ]"), 4) << job.output;
 }
 
+/// Copies in pieces, which the sender's calls push.
+TEST_F(MpiJobs, ARankThatComputesKeepsNobodyInACollective) {
+  const JobResult job = run_job("--mca btl_vader_single_copy_mechanism none",
+                                "--gtest_filter=*ARankThatComputesAfterACollective*");
+  EXPECT_EQ(job.status, 0) << job.output;
+  EXPECT_EQ(job.count("[  PASSED  ] 1 test."), 4) << job.output;
+}
+
 TEST_F(MpiJobs, WithoutThreadsInMpiTheMainThreadAloneMayCall) {
   const JobResult job = run_job("", "--gtest_filter=MpiFunneled* funneled");
   EXPECT_EQ(job.status, 0) << job.output;

@@ -108,7 +108,11 @@ class LoopbackNetwork::End final : public Transport {
     }
     if (!own().lost[at(peer)].empty() || state_->ranks[at(peer)].is_closed) return;
     own().num_bytes_sent += static_cast<std::int64_t>(bytes.size());
-    state_->put(rank_, peer, std::move(bytes));
+    if (state_->options.sends_take_calls > 0) {
+      unsent_.push_back({peer, state_->options.sends_take_calls, std::move(bytes)});
+    } else {
+      state_->put(rank_, peer, std::move(bytes));
+    }
   }
 
   std::optional<Message> receive(std::chrono::nanoseconds max_wait) override {
@@ -116,6 +120,7 @@ class LoopbackNetwork::End final : public Transport {
     check_open();
     const Clock::time_point end = Clock::now() + max_wait;
     std::unique_lock<std::mutex> lock(state_->mutex);
+    advance();
     for (;;) {
       const Clock::time_point now = Clock::now();
       Clock::time_point next = end;
@@ -138,6 +143,19 @@ class LoopbackNetwork::End final : public Transport {
     }
   }
 
+  bool has_unsent(int peer) const override {
+    const Inside inside(*this);
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    const State::Rank& own = state_->ranks[at(rank_)];
+    if (!own.lost[at(peer)].empty() || state_->ranks[at(peer)].is_closed) {
+      return false;
+    }
+    const bool is_held = own.is_frozen && !state_->ranks[at(peer)].queues[at(rank_)].empty();
+    if (state_->options.sends_take_calls > 0 && is_held) return true;
+    return std::any_of(unsent_.begin(), unsent_.end(),
+                       [peer](const Unsent& message) { return message.peer == peer; });
+  }
+
   std::string lost_reason(int peer) const override {
     const Inside inside(*this);
     const std::lock_guard<std::mutex> lock(state_->mutex);
@@ -149,6 +167,8 @@ class LoopbackNetwork::End final : public Transport {
 
   void close(std::chrono::nanoseconds) noexcept override {
     const std::lock_guard<std::mutex> lock(state_->mutex);
+    for (Unsent& message : unsent_) state_->put(rank_, message.peer, std::move(message.bytes));
+    unsent_.clear();
     // Counted only: it cannot throw.
     if (is_inside_.load(std::memory_order_acquire)) ++state_->num_breaches;
     own().is_closed = true;
@@ -178,6 +198,22 @@ class LoopbackNetwork::End final : public Transport {
     const End& end_;
   };
 
+  /// A message that takes further calls to leave.
+  struct Unsent {
+    int peer;
+    int num_calls;
+    std::vector<std::byte> bytes;
+  };
+
+  /// Of who holds the lock.
+  void advance() {
+    for (Unsent& message : unsent_) --message.num_calls;
+    while (!unsent_.empty() && unsent_.front().num_calls <= 0) {
+      state_->put(rank_, unsent_.front().peer, std::move(unsent_.front().bytes));
+      unsent_.pop_front();
+    }
+  }
+
   State::Rank& own() { return state_->ranks[at(rank_)]; }
   void check_open() {
     bool is_open = false;
@@ -191,6 +227,7 @@ class LoopbackNetwork::End final : public Transport {
   std::shared_ptr<State> state_;
   int rank_;
   std::thread::id thread_;
+  std::deque<Unsent> unsent_;
   mutable std::atomic<bool> is_inside_{false};
 };
 

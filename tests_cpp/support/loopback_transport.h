@@ -28,6 +28,8 @@ class LoopbackNetwork {
   struct Options {
     std::chrono::microseconds max_delay{0};
     bool is_thread_bound = false;
+    /// Above 0, a message leaves only within its sender's calls, at that many `receive`s later.
+    int sends_take_calls = 0;
     bool tells_losses = true;  // whether `lost_reason` knows of ranks that have closed their end
   };
 

@@ -79,9 +79,17 @@ class FANFOLD_EXPORT Communicator {
   /// host it is `processes`, and the transport only serves to meet. Collective.
   ///
   /// Ranks are on one host if the machine's boot id and the network namespace are the same, or the
-  /// environment variable FANFOLD_HOST_ID where one is set.
+  /// environment variable FANFOLD_HOST_ID where one is set. If such ranks cannot meet through a
+  /// socket in the temporary directory within 5 s, as in containers that share no file system,
+  /// kAuto goes on with the transport on all of them: `kind` and `shares_memory` tell, and errors
+  /// of what needs the memory say why.
+  ///
+  /// A transport that is bound to a thread is closed by that one. If the last of what was made from
+  /// the communicator goes on another thread, the peers learn of it when the owner makes its next
+  /// call on a transport that is bound to it, or ends.
   /// @throws Unsupported  kSharedMemory, and the ranks are on different hosts.
-  /// @throws PeerTimeout, PeerLost
+  /// @throws PeerTimeout, PeerLost, and with kSharedMemory what keeps ranks of one host from
+  /// meeting
   static Communicator from_transport(std::shared_ptr<Transport> transport,
                                      TransportUse use = TransportUse::kAuto,
                                      std::chrono::nanoseconds timeout = kDefaultTimeout);

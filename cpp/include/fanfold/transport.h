@@ -56,6 +56,11 @@ class FANFOLD_EXPORT Transport {
   virtual void send(int peer, const std::vector<Part>& parts) = 0;
   /// The next message of any rank; waits for one, at most `max_wait`. Advances what `send` left.
   virtual std::optional<Message> receive(std::chrono::nanoseconds max_wait) = 0;
+  /// Whether something for `peer` is left of what `send` took and will only leave within further
+  /// calls. A collective then goes on calling `receive` before it returns, since peers would wait
+  /// for this rank's next one otherwise. False if `peer` is lost. What leaves without calls, as
+  /// from a thread of the transport's own, does not count.
+  virtual bool has_unsent(int /*peer*/) const { return false; }
   /// Why `peer` is known to be gone, in words that follow "rank 3 is gone: "; empty while it lives
   /// or where the transport cannot tell.
   virtual std::string lost_reason(int peer) const = 0;
@@ -66,7 +71,7 @@ class FANFOLD_EXPORT Transport {
 
 /// What carries the data of ranks that a transport connects.
 enum class TransportUse : std::uint8_t {
-  kAuto,          // shared memory if all ranks are on one host, else the transport
+  kAuto,          // shared memory if all ranks are on one host and meet there, else the transport
   kSharedMemory,  // only to meet: Unsupported where ranks are on different hosts
   kAlways,        // the transport, on one host too
 };

@@ -88,7 +88,13 @@ void Channel::run(const Call& call, base::Deadline deadline,
   try {
     // Nothing is published after an abort: a peer must not take it for a sign that all is well.
     control_.throw_if_aborted({rank_, phase_ != nullptr ? phase_ : call.name, round_});
-    run_steps(call, deadline, check, fill, drain);
+    try {
+      run_steps(call, deadline, check, fill, drain);
+    } catch (const InvalidArgument&) {
+      control_.flush(deadline);  // every rank needs this one's header to throw it
+      throw;
+    }
+    control_.flush(deadline);
   } catch (const InvalidArgument&) {
     throw;  // every rank throws it in the same step: nothing is out of order
   } catch (const PeerLost& error) {
@@ -244,6 +250,7 @@ void Channel::reset(base::Deadline deadline) {
   if (lost_.has_value()) lost_->raise();
   needs_reset_ = true;  // also if the reset itself times out
   step_ = control_.reset(step_, deadline);
+  control_.flush(deadline);
   needs_reset_ = false;
 }
 

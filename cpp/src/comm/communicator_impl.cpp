@@ -57,7 +57,9 @@ void Communicator::Impl::close(base::Deadline deadline) {
       device_error = std::current_exception();
     }
   }
-  // Before the wait, so that peers that are in an exchange of this group see it too.
+  // Before the wait, so that peers that are in an exchange of this group see it too. First the
+  // channel: who is gone without having left it counts as dead.
+  channel_->control().mark_left();
   group_->leave();
   const auto finish = [&] {
     {

@@ -125,7 +125,7 @@ void Control::abort(const std::string& reason) noexcept { abort_with(reason, 0);
 
 void Control::abort_with(const std::string& reason, std::uint64_t flags) noexcept {
   if (group_.is_forked_child()) return;
-  const std::lock_guard<std::mutex> lock(abort_mutex_);
+  std::unique_lock<std::mutex> lock(abort_mutex_);
   const std::uint32_t word = 1 + generation();
   const AbortLine& own = abort_line(group_.rank(), group_.rank());
   if ((own.word.load(std::memory_order_relaxed) & ~kResetBit) == word) return;
@@ -140,13 +140,17 @@ void Control::abort_with(const std::string& reason, std::uint64_t flags) noexcep
     if (is_remote() && rank != group_.rank()) continue;
     store_line(abort_line(rank, group_.rank()), word | flags, text);
   }
-  if (is_remote()) post_abort(word, flags, text);
+  if (is_remote()) queue_abort(word, flags, text);
   // Only now, so that a rank that wakes and resets cannot be taken for the one that began.
   for (int rank = 0; rank < group_.num_ranks(); ++rank) {
     if (is_remote() && rank != group_.rank()) continue;
     raise_to(words(rank).abort_any, word);  // acquire: is_aborted
     ring(rank);
   }
+  if (!is_remote()) return;
+  // Without the lock, for which a thread may wait that holds what the transport needs to send.
+  lock.unlock();
+  remote_->send_queued();
 }
 
 void Control::store_line(AbortLine& line, std::uint64_t word, const Text& text) noexcept {
@@ -170,7 +174,7 @@ void Control::add_line(Stores& stores, int source, std::uint64_t word, const Tex
 }
 
 /// Who answers an abort by a reset tells whom it has from: its message may arrive first.
-void Control::post_abort(std::uint64_t word, std::uint64_t flags, const Text& text) noexcept {
+void Control::queue_abort(std::uint64_t word, std::uint64_t flags, const Text& text) noexcept try {
   constexpr int kMaxOthers = 4;  // as many lines as fit into any message
   Stores stores;
   Text other{};
@@ -184,8 +188,10 @@ void Control::post_abort(std::uint64_t word, std::uint64_t flags, const Text& te
   const Words& own = words(group_.rank());
   stores.raise32(offset_in(group_.rank(), &own.abort_any), static_cast<std::uint32_t>(word));
   for (int rank = 0; rank < group_.num_ranks(); ++rank) {
-    if (rank != group_.rank()) remote_->post(rank, rank, stores);
+    if (rank != group_.rank()) remote_->queue(rank, rank, stores);
   }
+} catch (...) {
+  remote_->defer_current();
 }
 
 bool Control::is_aborted() const noexcept {
@@ -208,6 +214,19 @@ bool Control::read_abort(int source, std::uint64_t flags, std::string* reason) c
   std::memcpy(bytes.data(), text.data(), kReasonBytes);
   *reason = bytes.data();
   return true;
+}
+
+void Control::flush(base::Deadline deadline) {
+  if (!is_remote()) return;
+  std::int64_t next_liveness = base::now_ns() + kLivenessNs;
+  const auto give_up = [&] {
+    if (is_aborted()) return true;
+    const std::int64_t now = base::now_ns();
+    if (now < next_liveness) return false;
+    next_liveness = now + kLivenessNs;
+    return find_lost(group_.rank()).rank >= 0;
+  };
+  remote_->flush(deadline, give_up);
 }
 
 void Control::throw_if_aborted(const WaitFor& target) const {
@@ -272,9 +291,7 @@ void Control::stop_own_waits() noexcept {
   raise_to(words(group_.rank()).abort_any, 1 + generation());
 }
 
-void Control::begin_reset() noexcept {
-  abort_with(str("rank ", group_.rank(), " called reset"), kResetBit);
-}
+void Control::begin_reset() { abort_with(str("rank ", group_.rank(), " called reset"), kResetBit); }
 
 std::string Control::prefix(const WaitFor& target) const {
   if (target.round < 0) return str(what_, ": ", target.phase, ": ");
@@ -294,7 +311,7 @@ void Control::throw_timeout(const WaitFor& target, base::Deadline deadline) cons
       target.rank);
 }
 
-void Control::announce_reset(std::uint32_t generation, std::uint64_t max_epoch) noexcept {
+void Control::announce_reset(std::uint32_t generation, std::uint64_t max_epoch) {
   for (int rank = 0; rank < group_.num_ranks(); ++rank) {
     ResetLine& line = reset_line(rank, group_.rank());
     if (is_remote() && rank != group_.rank()) {
@@ -344,10 +361,14 @@ void Control::mark_left() noexcept {
   Words& own = words(group_.rank());
   own.left.store(1, std::memory_order_release);  // acquire: lost_reason
   if (is_remote()) {
-    Stores stores;
-    stores.raise32(offset_in(group_.rank(), &own.left), 1);
-    for (int rank = 0; rank < group_.num_ranks(); ++rank) {
-      if (rank != group_.rank()) remote_->post(rank, group_.rank(), stores);
+    try {
+      Stores stores;
+      stores.raise32(offset_in(group_.rank(), &own.left), 1);
+      for (int rank = 0; rank < group_.num_ranks(); ++rank) {
+        if (rank != group_.rank()) remote_->post(rank, group_.rank(), stores);
+      }
+    } catch (...) {
+      remote_->defer_current();
     }
   }
   for (int rank = 0; rank < group_.num_ranks(); ++rank) ring(rank);

@@ -114,11 +114,15 @@ class Control {
   /// then, or reset.
   void stop_own_waits() noexcept;
   /// The abort with which `reset` begins, for who has waits to end before.
-  void begin_reset() noexcept;
+  void begin_reset();
 
   /// Makes the stores in `peer`'s copy of this rank's window. Only where `is_remote`.
   /// @throws what the transport throws.
   void send(int peer, const Stores& stores) { remote_->send(peer, group_.rank(), stores); }
+  /// After the last wait of a call: where stores are messages, lets them leave that peers still
+  /// wait for. Returns also if somebody aborts, a peer is gone or `deadline` passes.
+  /// @throws what the transport throws.
+  void flush(base::Deadline deadline);
   /// Whether windows are copies, and stores into them messages.
   bool is_remote() const noexcept { return remote_ != nullptr; }
 
@@ -197,9 +201,9 @@ class Control {
   using Text = std::array<std::uint64_t, kReasonWords>;
   static void store_line(AbortLine& line, std::uint64_t word, const Text& text) noexcept;
   void add_line(Stores& stores, int source, std::uint64_t word, const Text& text) const;
-  void post_abort(std::uint64_t word, std::uint64_t flags, const Text& text) noexcept;
+  void queue_abort(std::uint64_t word, std::uint64_t flags, const Text& text) noexcept;
   bool read_line(int source, std::uint64_t word, Text* text) const;
-  void announce_reset(std::uint32_t generation, std::uint64_t max_epoch) noexcept;
+  void announce_reset(std::uint32_t generation, std::uint64_t max_epoch);
   [[noreturn]] void throw_lost(const WaitFor& target, const Lost& lost) const;
   [[noreturn]] void throw_timeout(const WaitFor& target, base::Deadline deadline) const;
   std::string prefix(const WaitFor& target) const;

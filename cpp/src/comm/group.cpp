@@ -34,7 +34,10 @@ std::string Group::why_no_memory() const {
     if (host != 0)
       return base::str("rank 0 is on host 0, rank ", rank, " on host ", host, "; ", end);
   }
-  return base::str("all ", num_ranks_, " ranks are on one host, but ", end);
+  if (why_apart_.empty()) {
+    return base::str("all ", num_ranks_, " ranks are on one host, but ", end);
+  }
+  return base::str("all ", num_ranks_, " ranks are on one host, but ", why_apart_, "; ", end);
 }
 
 }  // namespace fanfold::comm

@@ -100,6 +100,7 @@ class Group {
   int num_ranks_;
   bool may_spin_;
   std::vector<int> hosts_;
+  std::string why_apart_;  // see why_no_memory; empty: so asked
 };
 
 }  // namespace fanfold::comm

@@ -17,6 +17,7 @@ namespace {
 // While several threads use the transport, none stays inside for long: the others want to send.
 constexpr std::int64_t kShortTurnNs = 50'000;
 constexpr int kShortTurns = 64;
+constexpr std::int64_t kFlushSliceNs = 50'000;
 constexpr int kMaxMessagesPerTurn = 64;  // then others may look at what has come
 
 std::chrono::steady_clock::time_point instant(std::int64_t at_ns) {
@@ -60,7 +61,9 @@ MessageHub::MessageHub(std::shared_ptr<Transport> transport, std::int64_t max_me
       kind_(transport_->kind()),
       is_thread_bound_(transport_->is_thread_bound()),
       max_message_bytes_(max_message_bytes),
-      thread_(std::this_thread::get_id()) {
+      thread_(std::this_thread::get_id()),
+      leftovers_(Leftovers::of_this_thread()) {
+  leftovers_->close_all();
   transport_->start(max_message_bytes);
 }
 
@@ -97,12 +100,12 @@ void MessageHub::remove(std::uint64_t group, std::chrono::nanoseconds timeout) n
 }
 
 void MessageHub::close(std::chrono::nanoseconds timeout) noexcept {
-  // A bound transport is its thread's: only that one may close it. Peers will miss this rank.
-  const bool may_call = !is_foreign_thread();
   std::unique_lock<std::mutex> lock(mutex_);
   if (is_closed_) return;
-  if (!may_call) {
+  if (is_foreign_thread()) {
+    // A bound transport is its thread's, which may be inside just now.
     is_closed_ = true;
+    leftovers_->add(transport_, std::move(posted_), timeout);
     return;
   }
   ++num_senders_;
@@ -117,7 +120,10 @@ void MessageHub::close(std::chrono::nanoseconds timeout) noexcept {
 }
 
 void MessageHub::check_thread(const char* call) const {
-  if (!is_foreign_thread()) return;
+  if (!is_foreign_thread()) {
+    if (is_thread_bound_) leftovers_->close_all();
+    return;
+  }
   throw InvalidState(base::str(call, ": expected the thread that made the communicator, since a '",
                                kind_, "' transport is bound to it, got a call on another thread"));
 }
@@ -136,11 +142,11 @@ void MessageHub::send_posted(std::unique_lock<std::mutex>& lock) noexcept {
         transport_->send(one.peer,
                          {{one.bytes.data(), static_cast<std::int64_t>(one.bytes.size())}});
       } catch (...) {
-        failure = std::current_exception();
+        if (failure == nullptr) failure = std::current_exception();
       }
     }
+    if (failure != nullptr) defer(std::move(failure));
     lock.lock();
-    if (failure != nullptr) deferred_ = failure;
   }
 }
 
@@ -170,26 +176,39 @@ void MessageHub::send(int peer, const Parts& parts) {
 }
 
 void MessageHub::post(int peer, const Parts& parts) noexcept {
+  queue(peer, parts);
+  send_queued();
+}
+
+void MessageHub::queue(int peer, const Parts& parts) noexcept {
   if (is_forked_child()) return;
   try {
     Posted posted{peer, {}};
     for (const Transport::Part& part : parts) {
       posted.bytes.insert(posted.bytes.end(), part.data, part.data + part.bytes);
     }
-    std::unique_lock<std::mutex> lock(mutex_);
-    if (is_closed_) return;
-    posted_.push_back(std::move(posted));
-    // Else the thread that is inside sends it on its way out, or the one that may go in.
-    if (is_busy_ || is_foreign_thread()) return;
-    const Turn turn(*this, lock);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!is_closed_) posted_.push_back(std::move(posted));
   } catch (...) {
     defer_current();
   }
 }
 
-void MessageHub::defer_current() noexcept {
+void MessageHub::send_queued() noexcept {
+  if (is_forked_child()) return;
+  std::unique_lock<std::mutex> lock(mutex_);
+  // Else the thread that is inside sends it on its way out, or the one that may go in.
+  if (posted_.empty() || is_busy_ || is_foreign_thread()) return;
+  const Turn turn(*this, lock);
+}
+
+void MessageHub::defer_current() noexcept { defer(std::current_exception()); }
+
+/// A later one goes without the lock: destroying an error may take others (an interpreter's), whose
+/// holder may want this one.
+void MessageHub::defer(std::exception_ptr failure) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
-  deferred_ = std::current_exception();
+  if (deferred_ == nullptr) deferred_.swap(failure);
 }
 
 void MessageHub::progress(std::int64_t max_ns) {
@@ -214,6 +233,24 @@ void MessageHub::progress(std::int64_t max_ns) {
   }
   const Turn turn(*this, lock);
   (void)take_some(slice);
+}
+
+bool MessageHub::has_unsent(const std::vector<int>& peers) {
+  const Turn turn(*this);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (is_closed_) return false;
+  }
+  return std::any_of(peers.begin(), peers.end(),
+                     [this](int peer) { return peer != rank_ && transport_->has_unsent(peer); });
+}
+
+void MessageHub::flush(const std::vector<int>& peers, base::Deadline deadline,
+                       base::FunctionRef<bool()> give_up) {
+  check_thread("flush");
+  while (has_unsent(peers) && !deadline.passed() && !give_up()) {
+    progress(std::min(kFlushSliceNs, deadline.remaining_ns()));
+  }
 }
 
 /// Of who is inside. Returns whether something came.

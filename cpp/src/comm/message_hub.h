@@ -16,7 +16,10 @@
 #include <thread>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/fork_guard.h"
+#include "base/function_ref.h"
+#include "comm/leftovers.h"
 #include "fanfold/transport.h"
 
 namespace fanfold::comm {
@@ -37,7 +40,8 @@ class Inbox {
 /// inside sleeps until that one has brought something, or has left and it can go in itself.
 ///
 /// Threads: any, all at once. Of a thread-bound transport only the one that made the hub, but for
-/// `post`: what other threads post leaves with the next call of that one.
+/// `post` and the end: what other threads post leaves with the next call of that one, which also
+/// closes what ended elsewhere (see leftovers.h).
 /// In a forked child nothing happens.
 class MessageHub {
  public:
@@ -71,30 +75,38 @@ class MessageHub {
   /// Never waits: if another thread is inside, that one sends it. An error of the transport is
   /// thrown by the next `send` or `progress`.
   void post(int peer, const Parts& parts) noexcept;
-  /// Keeps an error that happened where none can be thrown, as one of a post. Call in a catch
-  /// block.
+  /// As `post`, but leaves with the next call of any thread, such as `send_queued`: never enters
+  /// the transport, for who holds a lock that a transport's thread may want.
+  void queue(int peer, const Parts& parts) noexcept;
+  /// Sends what `queue` took, unless another thread is inside, which does it then. Never waits.
+  void send_queued() noexcept;
+  /// Keeps an error that happened where none can be thrown, as one of a post; the first of several.
+  /// Call in a catch block.
   void defer_current() noexcept;
   /// Takes what has arrived; waits at most `max_ns` for something that this or another thread
   /// takes.
   /// @throws what the transport throws.
   void progress(std::int64_t max_ns);
+  /// Moves messages until all that was sent to `peers` (this rank may be among them) has left,
+  /// `deadline` has passed or `give_up()`, which is asked time and again.
+  /// @throws what the transport and `give_up` throw.
+  void flush(const std::vector<int>& peers, base::Deadline deadline,
+             base::FunctionRef<bool()> give_up);
   /// Why `peer` is known to be gone, after all that it sent has been taken; else empty.
   std::string lost_reason(int peer);
 
  private:
-  struct Posted {
-    int peer;
-    std::vector<std::byte> bytes;
-  };
   class Turn;
 
   bool is_foreign_thread() const noexcept {
     return is_thread_bound_ && std::this_thread::get_id() != thread_;
   }
   bool take_some(std::int64_t max_ns);
+  bool has_unsent(const std::vector<int>& peers);
   void deliver(const Transport::Message& message);
   void send_posted(std::unique_lock<std::mutex>& lock) noexcept;
   void leave_turn() noexcept;
+  void defer(std::exception_ptr failure) noexcept;
   void throw_deferred(std::unique_lock<std::mutex>& lock);
   void close(std::chrono::nanoseconds timeout) noexcept;
 
@@ -105,6 +117,7 @@ class MessageHub {
   const bool is_thread_bound_;
   const std::int64_t max_message_bytes_;
   const std::thread::id thread_;
+  const std::shared_ptr<Leftovers> leftovers_;  // of that thread
   base::ForkGuard guard_;
 
   std::mutex mutex_;  // guards all below; not held while the transport is called
@@ -115,7 +128,7 @@ class MessageHub {
   int num_short_turns_ = 0;      // receives to come that stay inside for a short time only
   std::uint64_t num_taken_ = 0;  // messages so far
   std::vector<Posted> posted_;
-  std::exception_ptr deferred_;  // what a post met
+  std::exception_ptr deferred_;  // what a post met first; never destroyed under the lock
   std::map<std::uint64_t, std::shared_ptr<Inbox>> inboxes_;
   std::uint64_t num_groups_ = 0;
   bool is_closed_ = false;

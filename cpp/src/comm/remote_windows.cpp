@@ -61,9 +61,14 @@ void RemoteWindows::send(int peer, int owner, const Stores& stores) {
 }
 
 void RemoteWindows::post(int peer, int owner, const Stores& stores) noexcept {
+  queue(peer, owner, stores);
+  send_queued();
+}
+
+void RemoteWindows::queue(int peer, int owner, const Stores& stores) noexcept {
   try {
     const MessageHead head = head_of(owner, stores);
-    hub_->post(ranks_[index(peer)], parts_of(head, stores.records_, stores.parts_));
+    hub_->queue(ranks_[index(peer)], parts_of(head, stores.records_, stores.parts_));
   } catch (...) {
     hub_->defer_current();  // no memory for a few words
   }

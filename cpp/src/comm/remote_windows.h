@@ -71,6 +71,15 @@ class RemoteWindows {
   void send(int peer, int owner, const Stores& stores);
   /// The same, from any thread and without waiting; an error is thrown by the next call that can.
   void post(int peer, int owner, const Stores& stores) noexcept;
+  /// As `post`, but leaves with `send_queued` or any later call: see MessageHub::queue.
+  void queue(int peer, int owner, const Stores& stores) noexcept;
+  void send_queued() noexcept { hub_->send_queued(); }
+  /// Keeps the error being handled for the next call that can throw.
+  void defer_current() noexcept { hub_->defer_current(); }
+  /// See MessageHub::flush; the peers are all ranks of the group.
+  void flush(base::Deadline deadline, base::FunctionRef<bool()> give_up) {
+    hub_->flush(ranks_, deadline, give_up);
+  }
   /// Lets messages in; waits at most `max_ns` for one. @throws what the transport throws.
   void progress(std::int64_t max_ns) { hub_->progress(max_ns); }
   /// @throws InvalidState  the transport is bound to another thread.

@@ -24,8 +24,10 @@ constexpr std::int64_t kWaitNs = 1'000'000;
 constexpr std::int64_t kLookNs = 5'000'000;
 constexpr std::chrono::milliseconds kMinFlush{100};
 
+}  // namespace
+
 /// What a rank brings to an exchange, as one text.
-struct Offer {
+struct TransportGroup::Offer {
   std::string call;
   std::string bytes;
   std::optional<Failure> failure;
@@ -53,6 +55,8 @@ struct Offer {
     return offer;
   }
 };
+
+namespace {
 
 /// Windows, and what keeps them alike.
 struct HeldWindows {
@@ -242,8 +246,12 @@ void TransportGroup::leave() noexcept {
   MessageHead head;
   head.kind = MessageKind::kLeft;
   head.group = id_;
-  for (int rank = 0; rank < num_ranks_; ++rank) {
-    if (rank != rank_) hub_->post(ranks_[index(rank)], {head.part()});
+  try {
+    for (int rank = 0; rank < num_ranks_; ++rank) {
+      if (rank != rank_) hub_->post(ranks_[index(rank)], {head.part()});
+    }
+  } catch (...) {
+    hub_->defer_current();
   }
 }
 
@@ -276,10 +284,13 @@ void TransportGroup::tell_all(MessageKind kind, std::int64_t number, const std::
   }
 }
 
-/// What this rank throws in any case.
-void TransportGroup::tell_all_quietly(std::int64_t number, const Failure& failure) noexcept {
+/// `problem` or else the error being handled, which this rank throws in any case.
+void TransportGroup::tell_failure(std::int64_t number, const std::optional<Failure>& problem,
+                                  base::Deadline deadline) noexcept {
   try {
+    const Failure failure = problem.has_value() ? *problem : Failure::current(rank_);
     tell_all(MessageKind::kVerdict, number, failure.encode());
+    flush(deadline);
   } catch (...) {
     hub_->defer_current();  // peers time out
   }
@@ -331,38 +342,67 @@ std::vector<std::string> TransportGroup::meet(const std::string& call, const std
     std::int64_t number;
     ~Ending() { mailbox.end(number); }
   } const ending{*mailbox_, number};
-  Offer own{call, offer, failure};
-  tell_all(MessageKind::kOffer, number, own.encode());
-  if (const auto problem = await(MessageKind::kOffer, number, call, deadline)) {
-    tell_all_quietly(number, *problem);
-    problem->raise();
+  // What this rank throws and the others cannot know of, they are told.
+  bool is_known = false;
+  std::optional<Failure> problem;
+  try {
+    const Offer own{call, offer, failure};
+    tell_all(MessageKind::kOffer, number, own.encode());
+    problem = await(MessageKind::kOffer, number, call, deadline);
+    if (problem.has_value()) problem->raise();
+    std::optional<Failure> agreed;
+    std::vector<std::string> offers = read_offers(number, own, &agreed);
+    is_known = agreed.has_value();
+    if (agreed.has_value()) {
+      flush(deadline);
+      agreed->raise();
+    }
+    if (prepare) prepare(offers);
+    tell_all(MessageKind::kVerdict, number, "");
+    problem = await(MessageKind::kVerdict, number, call, deadline);
+    is_known = problem.has_value();
+    if (problem.has_value()) problem->raise();
+    flush(deadline);
+    return offers;
+  } catch (...) {
+    if (!is_known) tell_failure(number, problem, deadline);
+    throw;
   }
+}
+
+/// By rank, and what all ranks throw because of them.
+std::vector<std::string> TransportGroup::read_offers(std::int64_t number, const Offer& own,
+                                                     std::optional<Failure>* agreed) {
   std::vector<std::string> offers;
-  std::optional<Failure> first_failure;
   std::optional<Failure> difference;
   std::string first_call;
   for (int rank = 0; rank < num_ranks_; ++rank) {
     Offer theirs =
         rank == rank_ ? own : Offer::decode(mailbox_->text(MessageKind::kOffer, number, rank));
     if (rank == 0) first_call = theirs.call;
-    if (theirs.failure.has_value() && !first_failure.has_value()) first_failure = theirs.failure;
+    if (theirs.failure.has_value() && !agreed->has_value()) *agreed = theirs.failure;
     if (theirs.call != first_call && !difference.has_value()) {
       difference = calls_differ(first_call, rank, theirs.call);
     }
     offers.push_back(std::move(theirs.bytes));
   }
-  // All ranks see the same offers.
-  if (first_failure.has_value()) first_failure->raise();
-  if (difference.has_value()) difference->raise();
-  try {
-    if (prepare) prepare(offers);
-  } catch (...) {
-    tell_all_quietly(number, Failure::current(rank_));
-    throw;
-  }
-  tell_all(MessageKind::kVerdict, number, "");
-  if (const auto problem = await(MessageKind::kVerdict, number, call, deadline)) problem->raise();
+  if (!agreed->has_value()) *agreed = std::move(difference);
   return offers;
+}
+
+/// Lets what this rank has said leave, as long as somebody waits for it.
+void TransportGroup::flush(base::Deadline deadline) {
+  std::int64_t next_look = base::now_ns() + kLookNs;
+  const auto give_up = [&] {
+    const std::int64_t now = base::now_ns();
+    if (now < next_look) return false;
+    next_look = now + kLookNs;
+    for (int rank = 0; rank < num_ranks_; ++rank) {
+      if (!lost_reason(rank).empty()) return true;
+    }
+    return false;
+  };
+  hub_->flush(ranks_, deadline, give_up);
 }
 
 std::vector<Parcel> TransportGroup::exchange(const std::string& call, Parcel own,
@@ -443,6 +483,7 @@ std::unique_ptr<Group> TransportGroup::split(const std::vector<int>& members,
     const auto id = static_cast<std::uint64_t>(numbers[index(members.front())]);
     child.reset(new TransportGroup(hub_, id, std::move(ranks), position_in(members, rank_)));
     child->set_hosts(renumber(hosts));
+    child->set_why_apart(why_apart_);
   };
   const std::string offer(reinterpret_cast<const char*>(own.data()),
                           own.size() * sizeof(std::int64_t));

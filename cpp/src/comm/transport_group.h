@@ -29,9 +29,9 @@
 //
 // An exchange is two steps. Each rank sends its offer to all and waits for all offers; then says
 // whether it goes on, and waits for everybody to say so. A rank that fails, or gives up waiting,
-// says that instead, which is thrown on all. New windows and groups exist on every rank before its
-// verdict, and nobody uses them before all verdicts: messages for what is not there are for what is
-// no more, and are dropped.
+// says that instead, or after it, which is thrown on all that still wait. New windows and groups
+// exist on every rank before its verdict, and nobody uses them before all verdicts: messages for
+// what is not there are for what is no more, and are dropped.
 
 #include <atomic>
 #include <cstdint>
@@ -80,9 +80,12 @@ class TransportGroup final : public Group {
 
   /// The host of each rank.
   void set_hosts(std::vector<int> hosts) { hosts_ = std::move(hosts); }
+  /// Why ranks of one host use messages, in words that follow "all ranks are on one host, but ".
+  void set_why_apart(std::string why) { why_apart_ = std::move(why); }
 
  private:
   struct Meeting;
+  struct Offer;
   class Mailbox;
   /// What a rank makes once all offers are there. It may throw, which then fails everywhere.
   using Prepare = std::function<void(const std::vector<std::string>& offers)>;
@@ -94,7 +97,11 @@ class TransportGroup final : public Group {
                                 const std::optional<Failure>& failure, const Prepare& prepare,
                                 base::Deadline deadline);
   void tell_all(MessageKind kind, std::int64_t number, const std::string& text);
-  void tell_all_quietly(std::int64_t number, const Failure& failure) noexcept;
+  void tell_failure(std::int64_t number, const std::optional<Failure>& problem,
+                    base::Deadline deadline) noexcept;
+  std::vector<std::string> read_offers(std::int64_t number, const Offer& own,
+                                       std::optional<Failure>* agreed);
+  void flush(base::Deadline deadline);
   std::optional<Failure> await(MessageKind kind, std::int64_t number, const std::string& call,
                                base::Deadline deadline);
 

@@ -21,6 +21,9 @@ namespace {
 
 constexpr const char* kCall = "from_transport";
 
+// The ranks have just met over the transport: through a path that all see they meet soon, or never.
+constexpr std::chrono::nanoseconds kMaxJoining = std::chrono::seconds(5);
+
 const char* name_of(TransportUse use) noexcept {
   switch (use) {
     case TransportUse::kAuto:
@@ -92,11 +95,12 @@ std::optional<Failure> worst_of(const std::vector<std::string>& encoded) {
   return found;
 }
 
-/// The group of processes of ranks on one host. What one rank meets, all throw.
+/// The group of processes of ranks on one host. If one rank fails all get null, and why.
 std::unique_ptr<Group> join_processes(Group& group, const std::string& path,
-                                      base::Deadline deadline) {
-  // The rest of the time is for telling each other that it has failed.
-  const base::Deadline joining(std::chrono::nanoseconds(deadline.remaining_ns() / 4 * 3));
+                                      std::optional<Failure>* failure, base::Deadline deadline) {
+  // The rest of the time is for telling each other that it has failed, and for what comes then.
+  const base::Deadline joining(
+      std::min(kMaxJoining, std::chrono::nanoseconds(deadline.remaining_ns() / 4 * 3)));
   std::unique_ptr<Group> joined;
   Parcel outcome;
   try {
@@ -109,11 +113,8 @@ std::unique_ptr<Group> join_processes(Group& group, const std::string& path,
        group.exchange("joining through shared memory", std::move(outcome), {}, deadline)) {
     outcomes.push_back(std::move(one.bytes));
   }
-  if (std::optional<Failure> failure = worst_of(outcomes)) {
-    failure->message = base::str(kCall, ": all ranks are on one host, but could not meet there: ",
-                                 failure->message, "; use 'always' does without its memory");
-    failure->raise();
-  }
+  *failure = worst_of(outcomes);
+  if (failure->has_value()) joined.reset();
   return joined;
 }
 
@@ -139,9 +140,19 @@ std::unique_ptr<Group> join_over_transport(std::shared_ptr<Transport> transport,
   if (use == TransportUse::kAlways) return group;
   const auto other = std::find_if(hosts.begin(), hosts.end(), [](int host) { return host != 0; });
   if (other == hosts.end()) {
-    std::unique_ptr<Group> joined = join_processes(*group, all.front().path, deadline);
+    std::optional<Failure> failure;
+    std::unique_ptr<Group> joined = join_processes(*group, all.front().path, &failure, deadline);
+    if (failure.has_value() && use == TransportUse::kAuto) {
+      group->set_why_apart("could not meet in its memory: " + failure->message);
+      return group;
+    }
     group->leave();
     group->finish(deadline);
+    if (failure.has_value()) {
+      failure->message = base::str(kCall, ": all ranks are on one host, but could not meet there: ",
+                                   failure->message, "; use 'always' does without its memory");
+      failure->raise();
+    }
     return joined;
   }
   if (use == TransportUse::kAuto) return group;

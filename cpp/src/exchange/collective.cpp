@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/format.h"
+#include "base/mapping.h"
 #include "comm/communicator_impl.h"
 #include "fanfold/error.h"
 
@@ -35,9 +36,18 @@ std::string describe(const Counts& counts) {
 }  // namespace
 
 Collective::Collective(Setup setup, base::Deadline deadline) : Exchange(std::move(setup)) {
-  shared_ = setup_.workspace_of != nullptr
-                ? static_cast<const Collective&>(*setup_.workspace_of).shared_
-                : make_channel(setup_, workspace_.symmetric_bytes, deadline);
+  if (setup_.workspace_of != nullptr) {
+    shared_ = static_cast<const Collective&>(*setup_.workspace_of).shared_;
+  } else {
+    std::shared_ptr<std::byte> own_blocks;
+    const std::int64_t block_bytes =
+        workspace_.symmetric_bytes - comm::Channel::window_bytes(num_ranks());
+    if (block_bytes > 0 && !setup_.communicator->group().shares_memory()) {
+      on_all_ranks([&] { own_blocks = base::map_private(block_bytes); });
+    }
+    shared_ = make_channel(setup_, workspace_.symmetric_bytes, deadline);
+    shared_.own_blocks = std::move(own_blocks);
+  }
   channel_ = shared_.channel;
   heads_.resize(static_cast<std::size_t>(num_ranks()));
   sources_.resize(static_cast<std::size_t>(num_ranks()));

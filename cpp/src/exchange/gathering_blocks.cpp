@@ -40,8 +40,10 @@ Gathering::Gathering(Setup setup, base::Deadline deadline)
   } else if (is_gathered()) {
     kept.own_blocks = shared().own_blocks;
     blocks_.assign(static_cast<std::size_t>(num_ranks()), kept.own_blocks.get());
-    home_ = base::map_private(workspace_.max_tokens_per_rank * num_ranks() *
-                              workspace_.rows_per_token * workspace_.wire_row_bytes);
+    on_all_ranks([this] {
+      home_ = base::map_private(workspace_.max_tokens_per_rank * num_ranks() *
+                                workspace_.rows_per_token * workspace_.wire_row_bytes);
+    });
   }
   kept_ = std::make_shared<Kept>(std::move(kept));
 }

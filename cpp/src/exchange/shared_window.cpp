@@ -59,9 +59,7 @@ SharedChannel make_channel(const Setup& setup, std::int64_t bytes, base::Deadlin
   comm::Group& group = setup.communicator->group();
   SharedChannel made;
   if (!group.shares_memory()) {
-    const std::int64_t channel_bytes = comm::Channel::window_bytes(group.num_ranks());
-    made.own_blocks = base::map_private(bytes - channel_bytes);
-    made.windows = group.share_windows(channel_bytes, deadline);
+    made.windows = group.share_windows(comm::Channel::window_bytes(group.num_ranks()), deadline);
   } else if (setup.allocator == nullptr) {
     made.windows = group.share_windows(bytes, deadline);
   } else {

@@ -36,7 +36,6 @@ class SharedWindow {
   const std::vector<std::byte*>& bases() const noexcept { return bases_; }
   /// Keeps the windows mapped while held. Empty after `close`.
   const SymmetricMemory& memory() const noexcept { return memory_; }
-  Allocator& allocator() noexcept { return *allocator_; }
   /// Where control areas have windows of their own: this rank's control area.
   const base::Mapping& own_control() const noexcept;
   /// Tells the peers that this rank uses the windows no more. Idempotent, never waits.
@@ -60,7 +59,8 @@ class SharedWindow {
 struct SharedChannel {
   std::shared_ptr<comm::Channel> channel;
   comm::Windows windows;  // the channel's; with what follows it, where ranks share memory
-  std::shared_ptr<std::byte> own_blocks;  // what would follow it in this rank's, where they do not
+  // What would follow it in this rank's, where they do not; null if nothing would.
+  std::shared_ptr<std::byte> own_blocks;
   // Where an allocator was given:
   std::optional<Allocator> allocator;
   SymmetricMemory memory;
@@ -70,6 +70,7 @@ struct SharedChannel {
 };
 
 /// Collective. `bytes`: of a window, of which the channel takes the first `Channel::window_bytes`.
+/// Where ranks share no memory they have no more than those.
 SharedChannel make_channel(const Setup& setup, std::int64_t bytes, base::Deadline deadline);
 
 }  // namespace fanfold::exchange

@@ -117,7 +117,14 @@ std::shared_ptr<MpiTransport> MpiTransport::create(MPI_Comm communicator,
   check_not_finalized();
   const bool is_thread_bound = check_thread_level();
   check_communicator(communicator);
-  std::shared_ptr<MpiTransport> transport(new MpiTransport(duplicate_of(communicator, timeout)));
+  MPI_Comm duplicate = duplicate_of(communicator, timeout);
+  std::shared_ptr<MpiTransport> transport;
+  try {
+    transport.reset(new MpiTransport(duplicate));
+  } catch (...) {
+    MPI_Comm_free(&duplicate);  // nothing has been sent on it here
+    throw;
+  }
   transport->is_thread_bound_ = is_thread_bound;
   return transport;
 }
@@ -208,6 +215,14 @@ void MpiTransport::advance_sends() {
     requests.erase(requests.begin() + index);
     outgoing.erase(outgoing.begin() + index);
   }
+}
+
+bool MpiTransport::has_unsent(int peer) const {
+  const Peer& to = peers_[static_cast<std::size_t>(peer)];
+  if (!to.lost_reason.empty() || to.is_silent) return false;
+  const std::vector<Outgoing>& outgoing = in_flight_->outgoing;
+  return std::any_of(outgoing.begin(), outgoing.end(),
+                     [peer](const Outgoing& message) { return message.peer == peer; });
 }
 
 // --- Receiving --------------------------------------------------------------------------------
@@ -305,12 +320,11 @@ bool MpiTransport::is_drained() const {
          std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.is_silent; });
 }
 
-bool MpiTransport::has_unsent() const {
-  return std::any_of(in_flight_->outgoing.begin(), in_flight_->outgoing.end(),
-                     [this](const Outgoing& message) {
-                       const Peer& to = peers_[static_cast<std::size_t>(message.peer)];
-                       return to.lost_reason.empty() && !to.is_silent;
-                     });
+bool MpiTransport::has_unsent_to_any() const {
+  for (int rank = 0; rank < num_ranks_; ++rank) {
+    if (has_unsent(rank)) return true;
+  }
+  return false;
 }
 
 void MpiTransport::drain(const base::Deadline& deadline) {
@@ -324,7 +338,7 @@ void MpiTransport::drain(const base::Deadline& deadline) {
     advance_sends();
     const bool has_more = match();
     while (take_arrived().has_value()) continue;
-    if (is_drained() || deadline.passed() || (patience.passed() && !has_unsent())) return;
+    if (is_drained() || deadline.passed() || (patience.passed() && !has_unsent_to_any())) return;
     if (!has_more) pause(deadline);
   }
 }

@@ -38,6 +38,7 @@ class MpiTransport final : public Transport {
   void start(std::int64_t max_message_bytes) override;
   void send(int peer, const std::vector<Part>& parts) override;
   std::optional<Message> receive(std::chrono::nanoseconds max_wait) override;
+  bool has_unsent(int peer) const override;
   std::string lost_reason(int peer) const override;
   void close(std::chrono::nanoseconds timeout) noexcept override;
 
@@ -79,7 +80,7 @@ class MpiTransport final : public Transport {
   void pause(const base::Deadline& deadline) const;
   bool is_drained() const;
   /// Whether something has not left that its receiver may still take.
-  bool has_unsent() const;
+  bool has_unsent_to_any() const;
   void drain(const base::Deadline& deadline);
 
   MPI_Comm comm_;  // MPI_COMM_NULL once closed
