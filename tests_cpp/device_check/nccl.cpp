@@ -11,7 +11,9 @@
 #include "device_check/commands.h"
 #include "device_check/device.h"
 #include "device_check/rank_case.h"
+#include "fanfold/allocator.h"
 #include "fanfold/communicator.h"
+#include "fanfold/error.h"
 #include "fanfold/nccl.h"
 #include "support/spawn_ranks.h"
 
@@ -142,6 +144,42 @@ class Calls {
   Stream stream_;
 };
 
+/// Words in a block of NCCL's memory: what this rank writes into each peer's window arrives. Empty:
+/// well, or NCCL has no such memory here.
+std::string check_memory(Communicator& communicator) {
+  GpuMemoryConfig config;
+  config.device = communicator.device_index().value_or(-1);
+  config.kinds = {HandleKind::kNccl};
+  Allocator allocator(communicator, config);
+  SymmetricMemory memory;
+  try {
+    memory = allocator.allocate(4096);
+  } catch (const Unsupported& error) {
+    if (communicator.rank() == 0) std::printf("nccl: no memory of NCCL: %s\n", error.what());
+    return {};
+  }
+  const int num_ranks = communicator.num_ranks();
+  for (int peer = 0; peer < num_ranks; ++peer) {
+    const std::int32_t word = 100 * communicator.rank() + peer;
+    require(cudaMemcpy(memory.data(peer) + 4 * static_cast<std::size_t>(communicator.rank()), &word,
+                       sizeof word, cudaMemcpyDefault),
+            "cudaMemcpy");
+  }
+  communicator.barrier();
+  Numbers words(static_cast<std::size_t>(num_ranks));
+  require(cudaMemcpy(words.data(), memory.data(communicator.rank()), words.size() * 4,
+                     cudaMemcpyDefault),
+          "cudaMemcpy");
+  communicator.barrier();
+  for (int peer = 0; peer < num_ranks; ++peer) {
+    const std::int32_t word = words[static_cast<std::size_t>(peer)];
+    if (word == 100 * peer + communicator.rank()) continue;
+    return "memory of NCCL: rank " + std::to_string(communicator.rank()) + " got " +
+           std::to_string(word) + " from rank " + std::to_string(peer);
+  }
+  return {};
+}
+
 /// Why the ranks could not be connected or did not work; empty: all was well.
 std::string run_ranks(const Options& options) {
   std::mutex mutex;  // guards the text
@@ -164,6 +202,8 @@ std::string run_ranks(const Options& options) {
         if (!calls.all()) complain("a result was wrong");
         communicator.barrier();
       }
+      const std::string wrong = check_memory(communicator);
+      if (!wrong.empty()) complain(wrong);
       communicator.close();
     } catch (const std::exception& error) {
       complain(error.what());
@@ -176,8 +216,9 @@ std::string run_ranks(const Options& options) {
 
 bool nccl(const Options& options) {
   const std::string text = run_ranks(options);
-  std::printf("nccl: %d ranks: %s\n", options.ranks,
-              text.empty() ? "every collective and a graph of two are right" : text.c_str());
+  std::printf(
+      "nccl: %d ranks: %s\n", options.ranks,
+      text.empty() ? "every collective, a graph of two and its memory are right" : text.c_str());
   return text.empty();
 }
 

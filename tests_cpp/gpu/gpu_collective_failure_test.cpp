@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rounds over collectives on GPUs whose ranks are late, differ, abort or leave.
 
+#include <cuda_runtime_api.h>
+
 #include <chrono>
 #include <memory>
 #include <string>
@@ -168,6 +170,25 @@ TEST_P(GpuCollectiveFailureTest, AnAbortEndsCollectivesThatWait) {
       all_to_all.abort("no more of this");
     }
     recover(communicator, all_to_all);
+  });
+}
+
+TEST_P(GpuCollectiveFailureTest, AStreamOfOneThreadIsRefusedBeforeAnythingIsEnqueued) {
+  const testing::GpuRanks gpus(2, 2);
+  spawn_nccl_ranks(2, 2, [&](Communicator& communicator) {
+    const AllToAllConfig own = config(communicator);
+    AllToAll all_to_all(communicator, own);
+    run_round(all_to_all, 1);
+    RoundRun refused(all_to_all, plan_of(own, 2, 4));
+    if (communicator.rank() == 0) {
+      refused.inputs.stream = static_cast<void*>(cudaStreamPerThread);
+      expect_error<InvalidArgument>({"got cudaStreamPerThread"},
+                                    [&] { (void)all_to_all.dispatch(refused.inputs); });
+      EXPECT_FALSE(all_to_all.is_failed());
+    }
+    for (std::uint64_t seed = 2; seed < 5; ++seed) run_round(all_to_all, seed);
+    communicator.barrier();
+    all_to_all.close();
   });
 }
 

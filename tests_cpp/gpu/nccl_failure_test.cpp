@@ -15,6 +15,7 @@
 #include "comm/communicator_impl.h"
 #include "fanfold/error.h"
 #include "gpu/gpu_ranks.h"
+#include "gpu/nccl_collectives.h"
 #include "gpu/nccl_ranks.h"
 #include "gpu/test_gpu.h"
 #include "gtest/gtest.h"
@@ -250,9 +251,14 @@ TEST(NcclFailureTest, SizesThatDifferAreAnErrorAfterwards) {
   spawn_nccl_ranks(2, 2, [](Communicator& communicator) {
     const Block block(communicator.rank());
     const std::int64_t count = communicator.rank() == 0 ? 8 : 6;
-    communicator.all_reduce(block.view(count), block.view(count), {}, block.stream.get());
-    test_device()->synchronize(block.device, block.stream.get());
-    const std::string text = wait_for_failure<InvalidArgument>(communicator);
+    std::string text;
+    try {
+      communicator.all_reduce(block.view(count), block.view(count), {}, block.stream.get());
+      test_device()->synchronize(block.device, block.stream.get());
+      text = wait_for_failure<InvalidArgument>(communicator);
+    } catch (const InvalidArgument& error) {  // so soon
+      text = error.what();
+    }
     EXPECT_NE(text.find("invalid usage"), std::string::npos) << text;
     communicator.reset();
     expect_sum_works(communicator);
@@ -319,6 +325,138 @@ TEST(NcclFailureTest, CloseDoesNotWaitForWhoIsGone) {
     communicator.close();
     EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
     test_device()->synchronize(0, block.stream.get());
+  });
+}
+
+/// An all-reduce in a graph, which lives as long as this.
+class CapturedSum {
+ public:
+  explicit CapturedSum(Communicator& communicator) : block_(communicator.rank()) {
+    check_cuda(cudaSetDevice(block_.device), "cudaSetDevice");
+    check_cuda(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeThreadLocal), "begin");
+    communicator.all_reduce(block_.view(), block_.view(), {}, stream());
+    check_cuda(cudaStreamEndCapture(stream(), &graph_), "end");
+  }
+  ~CapturedSum() { check_cuda(cudaGraphDestroy(graph_), "cudaGraphDestroy"); }
+  CapturedSum(const CapturedSum&) = delete;
+  CapturedSum& operator=(const CapturedSum&) = delete;
+
+ private:
+  cudaStream_t stream() const { return static_cast<cudaStream_t>(block_.stream.get()); }
+  Block block_;
+  cudaGraph_t graph_ = nullptr;
+};
+
+TEST(NcclFailureTest, AnAbortDoesNotWaitForGraphsAndAResetNamesThem) {
+  const GpuRanks gpus(2, 2);
+  std::atomic<bool> is_aborted{false};
+  spawn_nccl_ranks(2, 2, [&](Communicator& communicator) {
+    auto graph = std::make_unique<CapturedSum>(communicator);
+    communicator.barrier();
+    const auto begin = std::chrono::steady_clock::now();
+    if (communicator.rank() == 0) {
+      communicator.abort("enough");
+      is_aborted = true;
+    }
+    while (!is_aborted) std::this_thread::sleep_for(milliseconds(1));
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
+    expect_error<InvalidState>({"reset: NCCL has not ended the communicator within",
+                                "destroy the graphs that were captured over it"},
+                               [&] { communicator.reset(milliseconds(400)); });
+    graph.reset();
+    communicator.reset();
+    expect_sum_works(communicator);
+    communicator.close();
+  });
+  EXPECT_EQ(FANFOLD_NCCL_DOUBLE_CALL(ncclDoubleNumComms)(), 0);
+}
+
+TEST(NcclFailureTest, ACloseNamesGraphsThatAreLeft) {
+  const GpuRanks gpus(1, 1);
+  spawn_nccl_ranks(1, 1, [](Communicator& communicator) {
+    const CapturedSum graph(communicator);
+    expect_error<PeerTimeout>(
+        {"ncclCommFinalize", "a graph that was captured over the communicator"},
+        [&] { communicator.close(milliseconds(100)); });
+  });
+  // What was left to end does so once the graph is gone.
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(5);
+  while (FANFOLD_NCCL_DOUBLE_CALL(ncclDoubleNumComms)() != 0) {
+    ASSERT_LT(std::chrono::steady_clock::now(), end);
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+}
+
+TEST(NcclFailureTest, WrongArgumentsOfOneCallDoNotEndTheCommunicator) {
+  const GpuRanks gpus(1, 1);
+  spawn_nccl_ranks(1, 1, [](Communicator& communicator) {
+    auto& nccl = static_cast<gpu::NcclCollectives&>(*communicator.impl()->device_collectives());
+    const auto refuse = [](const gpu::nccl::Functions&, gpu::nccl::Comm) {
+      return gpu::nccl::kInvalidArgument;
+    };
+    expect_error<InvalidArgument>({"ncclSomething", "invalid argument"}, [&] {
+      nccl.run("ncclSomething", refuse, base::Deadline(std::chrono::seconds(1)));
+    });
+    expect_sum_works(communicator);
+    communicator.close();
+  });
+}
+
+TEST(NcclFailureTest, TheTimeoutOfACallBoundsNccl) {
+  const GpuRanks gpus(1, 1);
+  spawn_nccl_ranks(1, 1, [](Communicator& communicator) {
+    const Block block(0);
+    FANFOLD_NCCL_DOUBLE_CALL(ncclDoubleSetLaunchLooks)(1000000);
+    expect_error<PeerTimeout>({"ncclAllReduce: still in progress after 30 ms"}, [&] {
+      communicator.all_reduce(block.view(), block.view(), milliseconds(30), block.stream.get());
+    });
+    FANFOLD_NCCL_DOUBLE_CALL(ncclDoubleSetLaunchLooks)(0);
+  });
+}
+
+TEST(NcclFailureTest, AGroupThatWasCancelledLeavesNothing) {
+  const GpuRanks gpus(1, 1);
+  spawn_nccl_ranks(1, 1, [](Communicator& communicator) {
+    comm::DeviceCollectives& device = *communicator.impl()->device_collectives();
+    const Block block(0);
+    std::byte* const data = block.data.get();
+    device.begin_group();
+    device.all_gather(data + 64, data, 64, block.stream.get());
+    device.cancel_group();
+    expect_error<InvalidState>({"end_group: expected a group that was begun"},
+                               [&] { device.end_group(); });
+    expect_sum_works(communicator);
+    communicator.close();
+  });
+}
+
+TEST(NcclFailureTest, AShrinkThatIsNotDoneInTimeLeavesNothing) {
+  const GpuRanks gpus(3, 3);
+  std::vector<Communicator> survivors = Communicator::threads(2);
+  FANFOLD_NCCL_DOUBLE_CALL(ncclDoubleSetLateLooks)(100000000);
+  spawn_nccl_ranks(3, 3, [&](Communicator& communicator) {
+    if (communicator.rank() == 1) return;
+    Communicator& left = survivors[static_cast<std::size_t>(communicator.rank() / 2)];
+    expect_error<PeerTimeout>({"ncclCommShrink: still in progress after"},
+                              [&] { (void)communicator.shrink({1}, left, milliseconds(200)); });
+  });
+  FANFOLD_NCCL_DOUBLE_CALL(ncclDoubleSetLateLooks)(-1);
+  EXPECT_EQ(FANFOLD_NCCL_DOUBLE_CALL(ncclDoubleNumComms)(), 0);
+}
+
+TEST(NcclFailureTest, SurvivorsMustMeanTheSameRanks) {
+  const GpuRanks gpus(4, 4);
+  std::vector<Communicator> survivors = Communicator::threads(2);
+  spawn_nccl_ranks(4, 4, [&](Communicator& communicator) {
+    const int rank = communicator.rank();
+    if (rank > 1) return;
+    Communicator& left = survivors[static_cast<std::size_t>(rank)];
+    std::vector<int> lost = rank == 0 ? std::vector<int>{2, 3} : std::vector<int>{0, 3};
+    expect_error<InvalidArgument>({"survivors: expected rank 1 as rank 0, in the old order"},
+                                  [&] { (void)communicator.shrink(lost, left); });
+    lost = rank == 0 ? std::vector<int>{2, 3} : std::vector<int>{1, 3};
+    expect_error<InvalidArgument>({"expected ranks that are gone, got rank 1"},
+                                  [&] { (void)communicator.shrink(lost, left); });
   });
 }
 

@@ -34,6 +34,14 @@ TEST(NcclLibraryTest, AHandleNeedsALoadedLibrary) {
                             [] { (void)NcclLibrary::open({"", testing::nccl_double(), true}); });
 }
 
+TEST(NcclLibraryTest, AHandleTakesNoOtherLibraryThanTheLoadedOne) {
+  expect_error<Unsupported>(
+      {"the library that the handle is of", "/nowhere/libnccl.so.2", "the path given"},
+      [] { (void)NcclLibrary::open({"/nowhere/libnccl.so.2", testing::nccl_double(), true}); });
+  FANFOLD_NCCL_DOUBLE_CALL(ncclDoubleSetVersion)(0);  // loads it
+  EXPECT_EQ(NcclLibrary::open({testing::nccl_double(), "", true})->version(), 23203);
+}
+
 TEST(NcclLibraryTest, AFileThatIsNotThereIsNeverReplacedByAnother) {
   expect_error<Unsupported>({"/nowhere/libnccl.so.2", "the path given"}, [] {
     (void)NcclLibrary::open({"/nowhere/libnccl.so.2", testing::nccl_double(), false});

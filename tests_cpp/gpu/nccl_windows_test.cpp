@@ -2,6 +2,7 @@
 
 // Symmetric memory of NCCL, and rounds of an AllToAll on it.
 
+#include <chrono>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -82,6 +83,77 @@ TEST(NcclWindowsTest, MemoryMayOutliveTheCommunicator) {
     *reinterpret_cast<int*>(kept.data(communicator.rank())) = 1;
   });
   EXPECT_EQ(cudasim::stats().handles, before.handles);
+}
+
+TEST(NcclWindowsTest, MemoryOfACommunicatorThatWasResetIsNotUsedAgain) {
+  const GpuRanks gpus(2, 2);
+  const cudasim::Stats before = cudasim::stats();
+  spawn_nccl_ranks(2, 2, [](Communicator& communicator) {
+    Allocator allocator(communicator, nccl_memory(communicator));
+    allocator.free(allocator.allocate(64));
+    allocator.free(allocator.allocate(64));
+    EXPECT_EQ(allocator.stats().num_reused, 1);
+    SymmetricMemory held = allocator.allocate(64);
+    communicator.reset();
+    const SymmetricMemory anew = allocator.allocate(64);
+    allocator.free(held);
+    held = {};
+    const SymmetricMemory third = allocator.allocate(64);
+    EXPECT_EQ(allocator.stats().num_reused, 2);
+    for (const SymmetricMemory* memory : {&anew, &third}) {
+      *reinterpret_cast<int*>(memory->data(1 - communicator.rank())) = 1;
+    }
+    communicator.barrier();
+    communicator.close();
+  });
+  EXPECT_EQ(cudasim::stats().handles, before.handles);
+  EXPECT_EQ(cudasim::stats().mappings, before.mappings);
+}
+
+TEST(NcclWindowsTest, MemoryOnAHandleMayOutliveTheHandle) {
+  const GpuRanks gpus(2, 2);
+  const cudasim::Stats before = cudasim::stats();
+  ncclUniqueId id{};
+  ASSERT_EQ(FANFOLD_NCCL_DOUBLE_CALL(ncclGetUniqueId)(&id), ncclSuccess);
+  for (const bool closes : {true, false}) {
+    ASSERT_EQ(FANFOLD_NCCL_DOUBLE_CALL(ncclGetUniqueId)(&id), ncclSuccess);
+    testing::spawn_ranks(2, [&](Communicator& bootstrap) {
+      const int rank = bootstrap.rank();
+      testing::check_cuda(cudaSetDevice(rank), "cudaSetDevice");
+      ncclComm_t handle = nullptr;
+      ASSERT_EQ(FANFOLD_NCCL_DOUBLE_CALL(ncclCommInitRankConfig)(&handle, 2, id, rank, nullptr),
+                ncclSuccess);
+      NcclOptions options = testing::nccl_options(rank);
+      options.handle = handle;
+      SymmetricMemory kept;
+      {
+        Communicator communicator = Communicator::from_nccl(bootstrap, options);
+        Allocator allocator(communicator, nccl_memory(communicator));
+        kept = allocator.allocate(64);
+        if (closes) communicator.close();
+      }
+      bootstrap.barrier();
+      ASSERT_EQ(FANFOLD_NCCL_DOUBLE_CALL(ncclCommDestroy)(handle), ncclSuccess);
+      kept = {};
+    });
+  }
+  EXPECT_EQ(cudasim::stats().handles, before.handles);
+  EXPECT_EQ(cudasim::stats().mappings, before.mappings);
+}
+
+TEST(NcclWindowsTest, ARegistrationThatIsNotDoneInTimeIsSaid) {
+  const GpuRanks gpus(2, 2);
+  testing::spawn_ranks(2, [](Communicator& bootstrap) {
+    NcclOptions options = testing::nccl_options(bootstrap.rank());
+    options.timeout = std::chrono::milliseconds(500);
+    Communicator communicator = Communicator::from_nccl(bootstrap, options);
+    Allocator allocator(communicator, nccl_memory(communicator));
+    bootstrap.barrier();
+    FANFOLD_NCCL_DOUBLE_CALL(ncclDoubleSetLateLooks)(100000000);
+    expect_error<PeerTimeout>({"ncclCommWindowRegister: still in progress after 3"},
+                              [&] { (void)allocator.allocate(64); });
+  });
+  FANFOLD_NCCL_DOUBLE_CALL(ncclDoubleSetLateLooks)(-1);
 }
 
 TEST(NcclWindowsTest, WhatItNeedsIsSaid) {

@@ -23,7 +23,10 @@ enum class HandleKind : std::uint8_t {
   kFabric,          ///< handles of an NVLink domain (groups are of one machine in this version)
   kFileDescriptor,  ///< descriptors, on one machine
   kSameProcess,     ///< none needed: ranks that are threads of one process, also several on one GPU
-  kNccl,  ///< memory of NCCL 2.29 or later, on a communicator of from_nccl; never taken unasked
+  /// Memory of NCCL 2.29 or later, on a communicator of from_nccl; never taken unasked. It ends
+  /// with NCCL's communicator: after a reset, abort or close of that nobody may use it, kernels of
+  /// strategies that lie on it must have ended before, and new blocks are allocated anew.
+  kNccl,
 };
 
 /// GPU memory instead of the host's.

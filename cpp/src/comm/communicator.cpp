@@ -69,7 +69,8 @@ void Communicator::all_gather_v(const TensorView& send, const TensorView& recv,
   Impl& impl = checked(impl_);
   const base::Deadline deadline = impl.deadline(timeout);
   const Impl::Call call(impl, "all_gather_v");
-  if (comm::is_on_gpu({send, recv})) return comm::all_gather_v(impl, send, recv, counts, stream);
+  if (comm::is_on_gpu({send, recv}))
+    return comm::all_gather_v(impl, send, recv, counts, stream, deadline);
   const std::int64_t sum = comm::check_counts("counts", counts, num_ranks());
   const auto own = static_cast<std::size_t>(rank());
   comm::check_tensor("send", send);
@@ -91,7 +92,7 @@ void Communicator::reduce_scatter_v(const TensorView& send, const TensorView& re
   const base::Deadline deadline = impl.deadline(timeout);
   const Impl::Call call(impl, "reduce_scatter_v");
   if (comm::is_on_gpu({send, recv}))
-    return comm::reduce_scatter_v(impl, send, recv, counts, stream);
+    return comm::reduce_scatter_v(impl, send, recv, counts, stream, deadline);
   const std::int64_t sum = comm::check_counts("counts", counts, num_ranks());
   comm::check_tensor("send", send);
   comm::check_addable("send", send);
@@ -107,7 +108,7 @@ void Communicator::all_to_all(const TensorView& send, const TensorView& recv, Ti
   Impl& impl = checked(impl_);
   const base::Deadline deadline = impl.deadline(timeout);
   const Impl::Call call(impl, "all_to_all");
-  if (comm::is_on_gpu({send, recv})) return comm::all_to_all(impl, send, recv, stream);
+  if (comm::is_on_gpu({send, recv})) return comm::all_to_all(impl, send, recv, stream, deadline);
   comm::check_tensor("send", send);
   if (send.shape[0] % num_ranks() != 0) {
     throw InvalidArgument(base::str("send: expected a multiple of ", num_ranks(),
@@ -127,7 +128,7 @@ void Communicator::all_to_all_v(const TensorView& send, const TensorView& recv,
   const base::Deadline deadline = impl.deadline(timeout);
   const Impl::Call call(impl, "all_to_all_v");
   if (comm::is_on_gpu({send, recv})) {
-    return comm::all_to_all_v(impl, send, recv, send_counts, recv_counts, stream);
+    return comm::all_to_all_v(impl, send, recv, send_counts, recv_counts, stream, deadline);
   }
   const std::int64_t sent = comm::check_counts("send_counts", send_counts, num_ranks());
   const std::int64_t received = comm::check_counts("recv_counts", recv_counts, num_ranks());
@@ -143,7 +144,7 @@ void Communicator::broadcast(const TensorView& tensor, int root, Timeout timeout
   Impl& impl = checked(impl_);
   const base::Deadline deadline = impl.deadline(timeout);
   const Impl::Call call(impl, "broadcast");
-  if (comm::is_on_gpu({tensor})) return comm::broadcast(impl, tensor, root, stream);
+  if (comm::is_on_gpu({tensor})) return comm::broadcast(impl, tensor, root, stream, deadline);
   comm::check_tensor("tensor", tensor);
   if (root < 0 || root >= num_ranks()) {
     throw InvalidArgument(
@@ -157,7 +158,7 @@ void Communicator::all_reduce(const TensorView& send, const TensorView& recv, Ti
   Impl& impl = checked(impl_);
   const base::Deadline deadline = impl.deadline(timeout);
   const Impl::Call call(impl, "all_reduce");
-  if (comm::is_on_gpu({send, recv})) return comm::all_reduce(impl, send, recv, stream);
+  if (comm::is_on_gpu({send, recv})) return comm::all_reduce(impl, send, recv, stream, deadline);
   comm::check_tensor("send", send);
   comm::check_addable("send", send);
   comm::check_rows("recv", recv, send, send.shape[0]);

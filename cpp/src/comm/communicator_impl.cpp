@@ -15,7 +15,7 @@ Communicator::Impl::Impl(std::unique_ptr<comm::Group> group, std::unique_ptr<com
 
 Communicator::Impl::~Impl() {
   if (group_->is_forked_child()) return;
-  if (device_ != nullptr) device_->abort();  // memory of it may hold it still
+  if (device_ != nullptr) device_->leave();  // memory of it may hold it still
   device_.reset();
   channel_.reset();
   group_->leave();

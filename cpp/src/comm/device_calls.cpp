@@ -18,11 +18,18 @@ constexpr DeviceType kGpu = DeviceType::kGpu;
 
 /// Who carries a call, and where it is enqueued.
 struct Way {
+  Way(DeviceCollectives& carrier, void* on, base::Deadline deadline) : device(carrier), stream(on) {
+    device.limit_calls(deadline);
+  }
+  ~Way() { device.limit_calls(std::nullopt); }
+  Way(const Way&) = delete;
+  Way& operator=(const Way&) = delete;
   DeviceCollectives& device;
   void* stream;
 };
 
-Way way_of(Communicator::Impl& impl, const TensorView& first, std::optional<void*> stream) {
+Way way_of(Communicator::Impl& impl, const TensorView& first, std::optional<void*> stream,
+           base::Deadline deadline) {
   DeviceCollectives* const device = impl.device_collectives();
   if (device == nullptr) {
     throw InvalidArgument(base::str("communicator of kind ", impl.kind(),
@@ -33,7 +40,7 @@ Way way_of(Communicator::Impl& impl, const TensorView& first, std::optional<void
     throw InvalidArgument(
         base::str("stream: expected a CUDA stream for ", first.describe(), ", got none"));
   }
-  return {*device, *stream};
+  return {*device, *stream, deadline};
 }
 
 void check_place(const char* name, const TensorView& view, const DeviceCollectives& device) {
@@ -67,8 +74,8 @@ bool is_on_gpu(std::initializer_list<std::reference_wrapper<const TensorView>> t
 }
 
 void all_gather_v(Communicator::Impl& impl, const TensorView& send, const TensorView& recv,
-                  const Counts& counts, std::optional<void*> stream) {
-  const auto [device, on] = way_of(impl, send, stream);
+                  const Counts& counts, std::optional<void*> stream, base::Deadline deadline) {
+  const auto [device, on] = way_of(impl, send, stream, deadline);
   const std::int64_t sum = check_counts("counts", counts, device.num_ranks());
   const std::int64_t own = counts[index(device.rank())];
   check_place("send", send, device);
@@ -86,8 +93,8 @@ void all_gather_v(Communicator::Impl& impl, const TensorView& send, const Tensor
 }
 
 void reduce_scatter_v(Communicator::Impl& impl, const TensorView& send, const TensorView& recv,
-                      const Counts& counts, std::optional<void*> stream) {
-  const auto [device, on] = way_of(impl, send, stream);
+                      const Counts& counts, std::optional<void*> stream, base::Deadline deadline) {
+  const auto [device, on] = way_of(impl, send, stream, deadline);
   const std::int64_t sum = check_counts("counts", counts, device.num_ranks());
   const std::int64_t own = counts[index(device.rank())];
   check_place("send", send, device);
@@ -106,8 +113,8 @@ void reduce_scatter_v(Communicator::Impl& impl, const TensorView& send, const Te
 }
 
 void all_to_all(Communicator::Impl& impl, const TensorView& send, const TensorView& recv,
-                std::optional<void*> stream) {
-  const auto [device, on] = way_of(impl, send, stream);
+                std::optional<void*> stream, base::Deadline deadline) {
+  const auto [device, on] = way_of(impl, send, stream, deadline);
   check_place("send", send, device);
   check_place("recv", recv, device);
   check_tensor("send", send, kGpu);
@@ -122,9 +129,9 @@ void all_to_all(Communicator::Impl& impl, const TensorView& send, const TensorVi
 }
 
 void all_to_all_v(Communicator::Impl& impl, const TensorView& send, const TensorView& recv,
-                  const Counts& send_counts, const Counts& recv_counts,
-                  std::optional<void*> stream) {
-  const auto [device, on] = way_of(impl, send, stream);
+                  const Counts& send_counts, const Counts& recv_counts, std::optional<void*> stream,
+                  base::Deadline deadline) {
+  const auto [device, on] = way_of(impl, send, stream, deadline);
   const std::int64_t sent = check_counts("send_counts", send_counts, device.num_ranks());
   const std::int64_t received = check_counts("recv_counts", recv_counts, device.num_ranks());
   check_place("send", send, device);
@@ -137,16 +144,16 @@ void all_to_all_v(Communicator::Impl& impl, const TensorView& send, const Tensor
 }
 
 void broadcast(Communicator::Impl& impl, const TensorView& tensor, int root,
-               std::optional<void*> stream) {
-  const auto [device, on] = way_of(impl, tensor, stream);
+               std::optional<void*> stream, base::Deadline deadline) {
+  const auto [device, on] = way_of(impl, tensor, stream, deadline);
   check_place("tensor", tensor, device);
   check_tensor("tensor", tensor, kGpu);
   device.broadcast(tensor.data, tensor.num_elements() * size_of(tensor.dtype), root, on);
 }
 
 void all_reduce(Communicator::Impl& impl, const TensorView& send, const TensorView& recv,
-                std::optional<void*> stream) {
-  const auto [device, on] = way_of(impl, send, stream);
+                std::optional<void*> stream, base::Deadline deadline) {
+  const auto [device, on] = way_of(impl, send, stream, deadline);
   check_place("send", send, device);
   check_place("recv", recv, device);
   check_tensor("send", send, kGpu);

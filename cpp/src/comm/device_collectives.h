@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "base/clock.h"
@@ -40,6 +41,10 @@ class DeviceCollectives {
 
   virtual void begin_group() = 0;
   virtual void end_group() = 0;
+  /// Forgets the calls of the open groups: none of them happens.
+  virtual void cancel_group() noexcept = 0;
+  /// @throws InvalidArgument  calls on `stream` are refused.
+  virtual void check_stream(void* stream) const = 0;
   /// recv [num_ranks * bytes]; `send` may be this rank's place in it.
   virtual void all_gather(const void* send, void* recv, std::int64_t bytes, void* stream) = 0;
   /// Block r [bytes] of `send` goes to rank r; recv likewise. No overlap.
@@ -56,16 +61,22 @@ class DeviceCollectives {
   virtual void reduce_scatter(const void* send, void* recv, DType dtype, std::int64_t num_elements,
                               void* stream) = 0;
 
+  /// How long calls from now on may wait for the transport to take them; null: for a time of its
+  /// own.
+  virtual void limit_calls(std::optional<base::Deadline> deadline) noexcept = 0;
   /// @throws PeerLost, CudaFailure, InvalidState  what has failed since; never waits.
   virtual void check() = 0;
   /// Ends what runs, unless the transport is the caller's own, and makes later calls fail. From any
   /// thread.
   virtual void abort() noexcept = 0;
+  /// As `abort`, by the owner, at the end: also lets go of a transport that is the caller's.
+  virtual void leave() noexcept = 0;
   /// New ones over the same transport for `group`, some of these ranks. Collective over `group`,
   /// which it borrows.
   virtual std::unique_ptr<DeviceCollectives> on_group(Group& group, base::Deadline deadline) = 0;
   /// Begins anew after a failure or an abort. Collective; what was enqueued before is lost, and
-  /// graphs that captured a call must be captured again.
+  /// graphs that captured a call must be destroyed before, and captured again.
+  /// @throws InvalidState  the transport has not ended, since such a graph exists.
   /// @throws Unsupported  the transport is the caller's own, and it or this object has failed.
   virtual void reset(base::Deadline deadline) = 0;
   /// Ends it in good order: waits for what is enqueued. Collective; idempotent. Without it the

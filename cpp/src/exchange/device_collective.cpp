@@ -27,10 +27,7 @@ void as_group(DeviceCollectives& collectives, Enqueue&& enqueue) {
   try {
     enqueue();
   } catch (...) {
-    try {
-      collectives.end_group();
-    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the first error counts
-    }
+    collectives.cancel_group();
     throw;
   }
   collectives.end_group();
@@ -135,6 +132,17 @@ void DeviceCollective::carry_results(const Slot& slot) {
 }
 
 // --- Phases -------------------------------------------------------------------------------------
+
+void DeviceCollective::plan_tokens(Slot& slot, const DispatchCall& call) {
+  if (num_ranks() > 1) collectives_->check_stream(call.inputs->stream.value_or(nullptr));
+  DeviceExchange::plan_tokens(slot, call);
+}
+
+void DeviceCollective::use_stream(Slot& slot, const std::optional<void*>& stream,
+                                  const char* call) {
+  if (num_ranks() > 1) collectives_->check_stream(stream.value_or(slot.stream));
+  DeviceExchange::use_stream(slot, stream, call);
+}
 
 void DeviceCollective::dispatch_send(Slot& slot, const DispatchCall& call) {
   send_rows(slot, call, /*waits=*/false);

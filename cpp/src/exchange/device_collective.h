@@ -18,6 +18,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "comm/device_collectives.h"
@@ -38,6 +39,8 @@ class DeviceCollective final : public DeviceExchange {
 
   bool kernels_have_failed() const noexcept override;
   void throw_if_kernels_failed() override;
+  // Streams are refused here, where that leaves the round as it was.
+  void use_stream(Slot& slot, const std::optional<void*>& stream, const char* call) override;
   void dispatch_send(Slot& slot, const DispatchCall& call) override;
   void dispatch_recv(Slot& slot, base::Deadline deadline) override;
   void combine_send(Slot& slot, const CombineCall& call) override;
@@ -74,6 +77,8 @@ class DeviceCollective final : public DeviceExchange {
   bool gathers() const noexcept { return plan::gathers(config().strategy); }
   std::vector<Region> dispatch_regions(const Slot& slot) const;
   std::int64_t result_block_bytes(const Slot& slot) const noexcept;
+
+  void plan_tokens(Slot& slot, const DispatchCall& call) override;
 
   // Each enqueues one group of collectives.
   void carry_flags(const Slot& slot, const exec::DeviceFlags& flags);

@@ -79,6 +79,7 @@ class DeviceExchange : public Exchange {
  protected:
   /// Whether collectives carry rows and flags.
   bool is_staged() const noexcept { return route_ != exec::DeviceRoute::kWindows; }
+  void plan_tokens(Slot& slot, const DispatchCall& call) override;
   /// Enqueues the kernel that sends rows; `waits`: it also waits for the peers' flags.
   void send_rows(Slot& slot, const DispatchCall& call, bool waits);
   /// Likewise for results, if only a flag where they lie in place.
@@ -92,7 +93,6 @@ class DeviceExchange : public Exchange {
   struct Memory;  // all that kernels reach
   static constexpr std::size_t kNumPhases = 4;
 
-  void plan_tokens(Slot& slot, const DispatchCall& call) override;
   void pack_rows(const Slot& slot, const DispatchInputs& in,
                  const exec::PackRowsParams& params) override;
   void fill_source_rows(Slot& slot) override;

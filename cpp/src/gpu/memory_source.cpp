@@ -2,6 +2,8 @@
 #include "gpu/memory_source.h"
 
 #include <algorithm>
+#include <iterator>
+#include <map>
 #include <optional>
 #include <string>
 #include <utility>
@@ -74,7 +76,13 @@ class GpuSource final : public memory::WindowSource {
   comm::Windows make_windows(std::int64_t bytes, base::Deadline deadline) override {
     if (nccl_ != nullptr) {
       memory_.kind = HandleKind::kNccl;
-      return as_windows(NcclWindows::make(group_, nccl_, bytes, deadline));
+      const auto made = NcclWindows::make(group_, nccl_, bytes, deadline);
+      comm::Windows windows = as_windows(made);
+      for (auto it = made_.begin(); it != made_.end();) {
+        it = it->second.expired() ? made_.erase(it) : std::next(it);
+      }
+      made_[windows.front().get()] = made;
+      return windows;
     }
     SharedWindows shared = share_windows(group_, context_, bytes, kinds_, deadline);
     if (!memory_.kind) {
@@ -83,6 +91,13 @@ class GpuSource final : public memory::WindowSource {
       kinds_ = {shared.kind};
     }
     return as_windows(shared.windows);
+  }
+
+  bool are_usable(const comm::Windows& windows) const override {
+    const auto made = made_.find(windows.front().get());
+    if (made == made_.end()) return true;
+    const std::shared_ptr<NcclWindows> of_nccl = made->second.lock();
+    return of_nccl != nullptr && of_nccl->are_usable();
   }
 
   std::shared_ptr<std::byte> allocate_private(std::int64_t bytes) override {
@@ -127,6 +142,7 @@ class GpuSource final : public memory::WindowSource {
   std::shared_ptr<NcclCollectives> nccl_;  // only for kNccl
   std::vector<HandleKind> kinds_;
   AllocatorMemory memory_;
+  std::map<const base::Mapping*, std::weak_ptr<NcclWindows>> made_;  // only for kNccl, by rank 0's
 };
 
 }  // namespace

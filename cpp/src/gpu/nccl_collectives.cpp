@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "gpu/nccl_collectives.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <utility>
 
@@ -57,18 +58,31 @@ void check_spans(const char* what, const std::vector<comm::DeviceCollectives::Sp
 
 NcclCollectives::NcclCollectives(Setup setup) : setup_(std::move(setup)) {}
 
-NcclCollectives::~NcclCollectives() { drop(); }
+NcclCollectives::~NcclCollectives() { (void)drop(); }
 
-void NcclCollectives::drop() noexcept {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const nccl::Comm comm = std::exchange(comm_, nullptr);
-  if (comm == nullptr || is_adopted() || setup_.context->driver().is_forked_child()) return;
-  try {
-    const DeviceContext::Current current(*setup_.context);
-    (void)functions().ncclCommAbort(comm);
-  } catch (...) {  // NOLINT(bugprone-empty-catch)
-    // The device has failed for good: there is nothing left to give back.
+bool NcclCollectives::drop(base::Deadline deadline) noexcept {
+  std::shared_ptr<NcclEnding> ending;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const nccl::Comm comm = std::exchange(comm_, nullptr);
+    std::vector<std::shared_ptr<NcclMaking>> late = std::exchange(late_, {});
+    const std::vector<nccl::Window> windows = std::exchange(windows_, {});
+    if (comm != nullptr) ++generation_;
+    if (setup_.context->driver().is_forked_child()) return true;
+    if (is_adopted()) {
+      for (nccl::Window window : windows) {
+        (void)functions().ncclCommWindowDeregister(comm, window);
+      }
+    }
+    const nccl::Comm own = is_adopted() ? nullptr : comm;
+    if (own != nullptr || !late.empty()) {
+      ending_ = NcclEnding::begin(setup_.library, setup_.context, own, std::move(late));
+    }
+    ending = ending_;
   }
+  if (ending == nullptr || ending->wait(deadline)) return true;
+  remember("NCCL still aborts the communicator: destroy the graphs that were captured over it");
+  return false;
 }
 
 // --- Errors -----------------------------------------------------------------------------------
@@ -112,14 +126,24 @@ bool NcclCollectives::has_lost_peers() const {
   return false;
 }
 
+std::string NcclCollectives::describe(const char* name, nccl::Result result) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return base::str("NCCL, rank ", rank(), ", ", name, ": ",
+                   setup_.library->describe(result, comm_));
+}
+
 void NcclCollectives::fail(const char* name, nccl::Result result) {
-  std::string text;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    text =
-        base::str("NCCL, rank ", rank(), ", ", name, ": ", setup_.library->describe(result, comm_));
-  }
+  const std::string text = describe(name, result);
   remember(text);
+  raise(name, result, text);
+}
+
+void NcclCollectives::refuse(const char* name, nccl::Result result) {
+  if (result != nccl::kInvalidArgument) fail(name, result);
+  raise(name, result, describe(name, result));
+}
+
+void NcclCollectives::raise(const char* name, nccl::Result result, const std::string& text) {
   constexpr int kUnknownCudaError = 999;  // NCCL keeps the code to itself
   switch (result) {
     case nccl::kInvalidArgument:
@@ -150,9 +174,10 @@ nccl::Result NcclCollectives::look(const char* name) {
 }
 
 void NcclCollectives::give_up(const char* name, base::Deadline deadline) {
-  const std::string text =
-      base::str("NCCL, rank ", rank(), ", ", name, ": still in progress after ",
-                deadline.timeout_ns() / 1000000, " ms: a peer has not come");
+  const std::string text = base::str(
+      "NCCL, rank ", rank(), ", ", name, ": still in progress after ",
+      deadline.timeout_ns() / 1000000,
+      " ms: a peer has not come, or a graph that was captured over the communicator exists");
   remember(text);
   throw PeerTimeout(text, -1);
 }
@@ -176,19 +201,40 @@ void NcclCollectives::check() {
 
 void NcclCollectives::abort() noexcept {
   remember("they were aborted");
-  if (!is_adopted()) drop();
+  if (!is_adopted()) (void)drop();
+}
+
+void NcclCollectives::leave() noexcept {
+  remember("the communicator was left");
+  (void)drop();
 }
 
 // --- Calls ------------------------------------------------------------------------------------
 
-void NcclCollectives::run(const char* name, const Call& call) {
+void NcclCollectives::run(const char* name, const Call& call, base::Deadline deadline) {
   check_usable(name);
-  issue({{name, call}});
+  issue_until(deadline, {{name, call}});
 }
 
-void NcclCollectives::release_window(nccl::Window window) noexcept {
+std::int64_t NcclCollectives::generation() const noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (comm_ == nullptr || window == nullptr) return;
+  return generation_;
+}
+
+void NcclCollectives::add_window(nccl::Window window, std::int64_t generation) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (comm_ == nullptr || generation != generation_) {
+    throw InvalidState("NCCL, ncclCommWindowRegister: the communicator ended meanwhile");
+  }
+  windows_.push_back(window);
+}
+
+void NcclCollectives::release_window(nccl::Window window, std::int64_t generation) noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (comm_ == nullptr || generation != generation_) return;
+  const auto own = std::find(windows_.begin(), windows_.end(), window);
+  if (own == windows_.end()) return;
+  windows_.erase(own);
   (void)functions().ncclCommWindowDeregister(comm_, window);
 }
 
@@ -205,13 +251,22 @@ void NcclCollectives::end_group() {
   issue(calls);
 }
 
-void NcclCollectives::enqueue(std::vector<Named> calls, void* stream) {
-  check_usable(calls.front().name);
+void NcclCollectives::cancel_group() noexcept {
+  group_calls_.clear();  // NCCL has not heard of them
+  group_depth_ = 0;
+}
+
+void NcclCollectives::check_stream(void* stream) const {
   // A communicator that does not block launches from a thread of NCCL's.
   if (!is_adopted() && stream == static_cast<void*>(CU_STREAM_PER_THREAD)) {
     throw InvalidArgument(
         "stream: expected one that all threads see alike, got cudaStreamPerThread");
   }
+}
+
+void NcclCollectives::enqueue(std::vector<Named> calls, void* stream) {
+  check_usable(calls.front().name);
+  check_stream(stream);
   if (group_depth_ == 0) {
     issue(calls);
     return;
@@ -221,8 +276,11 @@ void NcclCollectives::enqueue(std::vector<Named> calls, void* stream) {
 
 void NcclCollectives::issue(const std::vector<Named>& calls) {
   if (calls.empty()) return;
+  issue_until(limit_.value_or(base::Deadline(setup_.call_timeout)), calls);
+}
+
+void NcclCollectives::issue_until(base::Deadline deadline, const std::vector<Named>& calls) {
   const char* name = calls.front().name;
-  const base::Deadline deadline(setup_.call_timeout);
   nccl::Result result = nccl::kSuccess;
   {
     const DeviceContext::Current current(*setup_.context);
@@ -240,8 +298,8 @@ void NcclCollectives::issue(const std::vector<Named>& calls) {
       if (result == nccl::kSuccess || result == nccl::kInProgress) result = ended;
     }
   }
-  if (result != nccl::kSuccess && result != nccl::kInProgress) fail(name, result);
-  if (result == nccl::kInProgress) settle(name, deadline);
+  if (result != nccl::kSuccess && result != nccl::kInProgress) refuse(name, result);
+  settle(name, deadline);  // some calls return success while a thread of NCCL's works on them
 }
 
 void NcclCollectives::all_gather(const void* send, void* recv, std::int64_t bytes, void* stream) {

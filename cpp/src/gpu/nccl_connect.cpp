@@ -165,7 +165,7 @@ void NcclCollectives::make(const std::string& step, base::Deadline deadline,
     });
   } catch (const std::exception& error) {
     remember(error.what());
-    drop();
+    (void)drop();
     throw;
   }
 }
@@ -180,29 +180,53 @@ void NcclCollectives::make_anew(base::Deadline deadline) {
   });
   const auto id = decode<nccl::UniqueId>(ids[0], 0);
   make("ncclCommInitRankConfig", deadline, [&](base::Deadline most) {
-    nccl::Config config = config_of_own();
+    const auto making = std::make_shared<NcclMaking>();
+    making->config = config_of_own();
     nccl::Result result = nccl::kSuccess;
     {
       const DeviceContext::Current current(*setup_.context);
       const std::lock_guard<std::mutex> lock(mutex_);
-      result = functions().ncclCommInitRankConfig(&comm_, num_ranks(), id, rank(), &config);
+      result = functions().ncclCommInitRankConfig(&making->comm, num_ranks(), id, rank(),
+                                                  &making->config);
+      comm_ = making->made();
     }
     if (result != nccl::kSuccess && result != nccl::kInProgress) {
       fail("ncclCommInitRankConfig", result);
     }
+    (void)await_made("ncclCommInitRankConfig", making, *this, most);
     settle("ncclCommInitRankConfig", most);
   });
 }
 
 void NcclCollectives::connect_survivors(NcclCollectives& parent, const std::vector<int>& lost,
                                         base::Deadline deadline) {
+  std::vector<int> sorted = lost;
+  std::sort(sorted.begin(), sorted.end());
+  // The same ranks are lost for all, and those that are left keep their order.
+  int place = parent.rank();
+  for (const int gone : sorted) place -= gone < parent.rank() ? 1 : 0;
+  const std::vector<std::string> opinions = meet("shrink", deadline, [&] {
+    if (std::binary_search(sorted.begin(), sorted.end(), parent.rank())) {
+      throw InvalidArgument(base::str("lost: expected ranks that are gone, got rank ",
+                                      parent.rank(), ", which makes this call"));
+    }
+    if (place != rank()) {
+      throw InvalidArgument(base::str("survivors: expected rank ", parent.rank(), " as rank ",
+                                      place, ", in the old order, got it as rank ", rank()));
+    }
+    const std::lock_guard<std::mutex> lock(parent.mutex_);
+    const bool is_there = parent.comm_ != nullptr && !parent.is_closed_;
+    std::string opinion = is_there && setup_.library->has(NcclFeature::kShrink) ? "1" : "0";
+    for (const int gone : sorted) opinion += base::str(" ", gone);
+    return opinion;
+  });
   bool all_can = true;
-  for (const std::string& can : meet("shrink", deadline, [&] {
-         const std::lock_guard<std::mutex> lock(parent.mutex_);
-         const bool is_there = parent.comm_ != nullptr && !parent.is_closed_;
-         return std::string(is_there && setup_.library->has(NcclFeature::kShrink) ? "1" : "0");
-       })) {
-    all_can = all_can && can == "1";
+  for (std::size_t other = 0; other < opinions.size(); ++other) {
+    all_can = all_can && opinions[other][0] == '1';
+    if (opinions[other].substr(1) == opinions[0].substr(1)) continue;
+    throw InvalidArgument(base::str("lost: expected the same ranks on every survivor, got",
+                                    opinions[0].substr(1), " on rank 0 and",
+                                    opinions[other].substr(1), " on rank ", other));
   }
   if (all_can) {
     make_out_of(parent, lost, deadline);
@@ -210,39 +234,69 @@ void NcclCollectives::connect_survivors(NcclCollectives& parent, const std::vect
     make_anew(deadline);
   }
   parent.remember("its communicator was shrunk");
-  if (!parent.is_adopted()) parent.drop();
+  if (!parent.is_adopted()) (void)parent.drop();
+}
+
+nccl::Comm NcclCollectives::await_made(const char* name, const std::shared_ptr<NcclMaking>& making,
+                                       NcclCollectives& source, base::Deadline deadline) {
+  // From its own the new one is told at once, where it is not there yet: nothing to look at.
+  const bool has_parent = &source != this;
+  try {
+    for (Pauses pauses;; pauses.next()) {
+      const nccl::Comm made = making->made();
+      const nccl::Result state = has_parent ? source.look(name) : nccl::kSuccess;
+      if (made != nullptr && state != nccl::kInProgress) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        comm_ = made;
+        return made;
+      }
+      if (state != nccl::kSuccess && state != nccl::kInProgress) source.fail(name, state);
+      if (deadline.passed()) source.give_up(name, deadline);
+    }
+  } catch (...) {
+    const std::lock_guard<std::mutex> lock(source.mutex_);
+    source.late_.push_back(making);
+    throw;
+  }
+}
+
+void NcclCollectives::check_child() const {
+  int rank_there = -1;
+  int num_there = -1;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (comm_ == nullptr) throw InvalidState("NCCL, ncclCommShrink: it has ended");
+    (void)functions().ncclCommUserRank(comm_, &rank_there);
+    (void)functions().ncclCommCount(comm_, &num_there);
+  }
+  if (rank_there == rank() && num_there == num_ranks()) return;
+  throw InvalidArgument(base::str("survivors: expected this rank as rank ", rank_there, " of ",
+                                  num_there, ", as NCCL counts those that are left, got rank ",
+                                  rank(), " of ", num_ranks()));
 }
 
 void NcclCollectives::make_out_of(NcclCollectives& parent, std::vector<int> lost,
                                   base::Deadline deadline) {
   std::sort(lost.begin(), lost.end());  // as NCCL wants it
   make("ncclCommShrink", deadline, [&](base::Deadline most) {
-    nccl::Config config = config_of_own();
-    nccl::Comm child = nullptr;
+    const auto making = std::make_shared<NcclMaking>();
+    making->config = config_of_own();
+    making->lost = lost;
     nccl::Result result = nccl::kSuccess;
     {
       const DeviceContext::Current current(*setup_.context);
       const std::lock_guard<std::mutex> lock(parent.mutex_);
-      result =
-          functions().ncclCommShrink(parent.comm_, lost.data(), static_cast<int>(lost.size()),
-                                     &child, &config, parent.is_adopted() ? 0 : nccl::kShrinkAbort);
+      if (parent.comm_ == nullptr) throw InvalidState("NCCL, ncclCommShrink: it has ended");
+      result = functions().ncclCommShrink(
+          parent.comm_, making->lost.data(), static_cast<int>(lost.size()), &making->comm,
+          &making->config, parent.is_adopted() ? 0 : nccl::kShrinkAbort);
     }
     if (result != nccl::kSuccess && result != nccl::kInProgress) {
       parent.fail("ncclCommShrink", result);
     }
-    // NCCL gives the child when it is done on the old one, perhaps from a thread of its own.
-    for (Pauses pauses; __atomic_load_n(&child, __ATOMIC_ACQUIRE) == nullptr; pauses.next()) {
-      const nccl::Result state = parent.look("ncclCommShrink");
-      if (state != nccl::kSuccess && state != nccl::kInProgress) {
-        parent.fail("ncclCommShrink", state);
-      }
-      if (most.passed()) parent.give_up("ncclCommShrink", most);
-    }
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      comm_ = child;
-    }
+    (void)await_made("ncclCommShrink", making, parent, most);
     settle("ncclCommShrink", most);
+    check_child();
   });
 }
 
@@ -268,7 +322,11 @@ void NcclCollectives::reset(base::Deadline deadline) {
   });
   if (is_adopted()) return;
   remember("a reset is under way");
-  drop();
+  (void)meet("reset, end of the communicator", deadline, [&] {
+    const base::Deadline half(std::chrono::nanoseconds(deadline.remaining_ns() / 2));
+    if (!drop(half)) throw_not_ended("reset", half);
+    return std::string();
+  });
   make_anew(deadline);
 }
 
@@ -308,16 +366,33 @@ bool NcclCollectives::finalize(base::Deadline deadline) {
 void NcclCollectives::close(base::Deadline deadline) {
   if (is_closed_) return;
   is_closed_ = true;
-  if (is_adopted() || !reason().empty()) return drop();
-  try {
-    if (!finalize(deadline)) return drop();
-    const DeviceContext::Current current(*setup_.context);
-    const std::lock_guard<std::mutex> lock(mutex_);
-    (void)functions().ncclCommDestroy(std::exchange(comm_, nullptr));
-  } catch (...) {
-    drop();
-    throw;
+  bool has_ended = true;
+  if (is_adopted() || !reason().empty()) {
+    has_ended = drop(deadline);
+  } else {
+    try {
+      if (finalize(deadline)) return destroy();
+    } catch (...) {
+      (void)drop();
+      throw;
+    }
+    has_ended = drop(deadline);
   }
+  if (!has_ended) throw_not_ended("close", deadline);
+}
+
+void NcclCollectives::destroy() {
+  const DeviceContext::Current current(*setup_.context);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  windows_.clear();
+  ++generation_;
+  (void)functions().ncclCommDestroy(std::exchange(comm_, nullptr));
+}
+
+void NcclCollectives::throw_not_ended(const char* call, base::Deadline deadline) {
+  throw InvalidState(base::str(call, ": NCCL has not ended the communicator within ",
+                               deadline.timeout_ns() / 1000000,
+                               " ms: destroy the graphs that were captured over it"));
 }
 
 // --- What the rest of the library calls -------------------------------------------------------

@@ -48,15 +48,29 @@ void* open_file(const std::string& file, const char* origin) {
                               "), got: ", last_loader_error()));
 }
 
+/// The caller's file; for a handle only where the process has it already: another copy of NCCL
+/// would not know the handle.
+void* open_given(const std::string& file, const char* origin, bool only_loaded) {
+  if (!only_loaded) return open_file(file, origin);
+  void* const library = ::dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
+  if (library != nullptr) return library;
+  throw Unsupported(
+      base::str("NCCL: expected the library that the handle is of, which this process "
+                "has loaded, got ",
+                file, " (", origin, "), which it has not"));
+}
+
 struct Found {
   void* library;
   std::string name;  // under which it was found
 };
 
 Found find_library(const NcclSearch& search) {
-  if (!search.path.empty()) return {open_file(search.path, "the path given"), search.path};
+  if (!search.path.empty()) {
+    return {open_given(search.path, "the path given", search.only_loaded), search.path};
+  }
   if (const auto path = base::env_variable(kPathVariable); path && !path->empty()) {
-    return {open_file(*path, kPathVariable), *path};
+    return {open_given(*path, kPathVariable, search.only_loaded), *path};
   }
   if (void* const loaded = ::dlopen(kSystemLibrary, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD)) {
     return {loaded, kSystemLibrary};

@@ -23,7 +23,7 @@ enum class NcclFeature : std::uint8_t {
 struct NcclSearch {
   std::string path;          ///< of the caller; empty: environment variable FANFOLD_NCCL_LIBRARY
   std::string default_path;  ///< where the process has none: before the system's; may be empty
-  bool only_loaded = false;  ///< without a path, only one that the process has already
+  bool only_loaded = false;  ///< only one that the process has already, also by a path
 };
 
 /// NCCL's functions. Any thread; stays loaded.

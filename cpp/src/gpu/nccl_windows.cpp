@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "gpu/nccl_windows.h"
 
+#include <chrono>
+#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
@@ -14,15 +16,16 @@ namespace fanfold::gpu {
 
 NcclWindows::NcclWindows(std::shared_ptr<NcclCollectives> collectives, std::int64_t bytes)
     : collectives_(std::move(collectives)),
-      bytes_(base::align_up(bytes, std::int64_t{nccl::kWindowAlignment})) {}
+      bytes_(base::align_up(bytes, std::int64_t{nccl::kWindowAlignment})),
+      generation_(collectives_->generation()) {}
 
 NcclWindows::~NcclWindows() {
   if (memory_ == nullptr) return;
   const DeviceContext& context = *collectives_->setup().context;
-  if (context.driver().is_forked_child()) return;
+  if (context.driver().is_forked_child() || is_unsettled_) return;
   try {
     context.wait_idle([] {});
-    collectives_->release_window(window_);
+    collectives_->release_window(window_, generation_);
     const DeviceContext::Current current(context);
     (void)collectives_->setup().library->functions().ncclMemFree(memory_);
   } catch (...) {
@@ -44,11 +47,25 @@ void NcclWindows::allocate() {
                               " bytes, ncclMemAlloc: ", setup.library->describe(result, nullptr)));
 }
 
-void NcclWindows::register_memory() {
-  collectives_->run("ncclCommWindowRegister", [this](const nccl::Functions& call, nccl::Comm comm) {
-    return call.ncclCommWindowRegister(comm, memory_, static_cast<std::size_t>(bytes_), &window_,
-                                       nccl::kWindowSymmetric);
-  });
+void NcclWindows::register_memory(base::Deadline deadline) {
+  // A thread of NCCL's may write to it when the call here has been given up.
+  const auto window = std::make_shared<nccl::Window>(nullptr);
+  try {
+    collectives_->run(
+        "ncclCommWindowRegister",
+        [this, window](const nccl::Functions& call, nccl::Comm comm) {
+          is_unsettled_ = true;
+          return call.ncclCommWindowRegister(comm, memory_, static_cast<std::size_t>(bytes_),
+                                             window.get(), nccl::kWindowSymmetric);
+        },
+        deadline);
+  } catch (...) {
+    if (is_unsettled_) base::keep_forever(window);
+    throw;
+  }
+  is_unsettled_ = false;
+  window_ = __atomic_load_n(window.get(), __ATOMIC_ACQUIRE);
+  if (window_ != nullptr) collectives_->add_window(window_, generation_);
   if (window_ == nullptr) {
     throw Unsupported(
         "GPU memory by nccl: expected a communicator with symmetric memory, got one that has none "
@@ -80,19 +97,23 @@ std::shared_ptr<NcclWindows> NcclWindows::make(comm::Group& group,
                                                std::int64_t bytes, base::Deadline deadline) {
   auto windows = std::make_shared<NcclWindows>(std::move(collectives), bytes);
   const std::string step = base::str("GPU memory of ", bytes, " bytes per rank, by nccl: ");
-  const auto together = [&](const char* part, void (NcclWindows::*work)()) {
+  const auto together = [&](const char* part, const std::function<void()>& work) {
     std::optional<comm::Failure> failure;
     try {
-      ((*windows).*work)();
+      work();
     } catch (...) {
       failure = comm::Failure::current(group.rank());
     }
     (void)group.exchange(step + part, {}, failure, deadline);
   };
-  together("allocation", &NcclWindows::allocate);
-  together("registration", &NcclWindows::register_memory);
-  together("addresses", &NcclWindows::find_peers);
-  together("zeroing", &NcclWindows::zero);
+  together("allocation", [&] { windows->allocate(); });
+  together("registration", [&] {
+    // Leaves the others time to hear of a failure.
+    const std::chrono::nanoseconds most(deadline.remaining_ns() / 4 * 3);
+    windows->register_memory(base::Deadline(most));
+  });
+  together("addresses", [&] { windows->find_peers(); });
+  together("zeroing", [&] { windows->zero(); });
   return windows;
 }
 

@@ -30,17 +30,20 @@ class NcclWindows {
 
   /// Of `make` only: nothing yet.
   NcclWindows(std::shared_ptr<NcclCollectives> collectives, std::int64_t bytes);
-  /// Waits for the device. Where that fails, as in a graph capture, the memory stays.
+  /// Waits for the device. Where that fails, as in a graph capture, or NCCL was not done with the
+  /// registration in time, the memory stays.
   ~NcclWindows();
   NcclWindows(const NcclWindows&) = delete;
   NcclWindows& operator=(const NcclWindows&) = delete;
 
+  /// Not where the communicator has ended on which they were made.
+  bool are_usable() const noexcept { return collectives_->generation() == generation_; }
   std::byte* data(int rank) const noexcept { return data_[static_cast<std::size_t>(rank)]; }
   std::int64_t bytes() const noexcept { return bytes_; }
 
  private:
   void allocate();
-  void register_memory();
+  void register_memory(base::Deadline deadline);
   void find_peers();
   void zero();
 
@@ -48,6 +51,8 @@ class NcclWindows {
   std::int64_t bytes_;
   void* memory_ = nullptr;
   nccl::Window window_ = nullptr;
+  std::int64_t generation_;       // of the communicator that knows the window
+  bool is_unsettled_ = false;     // NCCL may still be registering the memory
   std::vector<std::byte*> data_;  // by rank
 };
 

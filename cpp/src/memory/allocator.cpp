@@ -81,6 +81,17 @@ std::vector<Allocator::Impl::Cached>::iterator Allocator::Impl::smallest_fit(std
   return best;
 }
 
+void Allocator::Impl::drop_unusable() {
+  for (auto it = cache_.begin(); it != cache_.end();) {
+    if (source_->are_usable(it->windows)) {
+      ++it;
+      continue;
+    }
+    ledger_->trim_block(it->bytes());
+    it = cache_.erase(it);
+  }
+}
+
 void Allocator::Impl::zero(const comm::Windows& windows, std::int64_t bytes,
                            base::Deadline deadline) {
   if (bytes == 0) return;
@@ -97,6 +108,7 @@ void Allocator::Impl::zero(const comm::Windows& windows, std::int64_t bytes,
 SymmetricMemory Allocator::Impl::allocate(std::int64_t bytes, std::int64_t zero_bytes,
                                           base::Deadline deadline) {
   const Communicator::Impl::Call call(*communicator_, "allocate");
+  drop_unusable();
   const auto fit = smallest_fit(bytes);
   const Proposal own{bytes, zero_bytes, fit == cache_.end() ? -1 : fit->id, next_id_};
   const std::vector<std::int64_t> gathered =

@@ -44,6 +44,8 @@ class Allocator::Impl {
   };
 
   std::vector<Cached>::iterator smallest_fit(std::int64_t bytes);
+  /// Lets go of cached windows that ended with what carried them.
+  void drop_unusable();
   comm::Windows make_windows(std::int64_t id, std::int64_t bytes, base::Deadline deadline);
   /// Own buffers: gives back what no rank uses any more. Collective.
   void reclaim(base::Deadline deadline);

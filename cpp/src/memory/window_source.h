@@ -23,6 +23,8 @@ class WindowSource {
 
   /// A zeroed window of at least `bytes` on each rank. Collective, as Group::share_windows.
   virtual comm::Windows make_windows(std::int64_t bytes, base::Deadline deadline) = 0;
+  /// Whether windows of `make_windows` may still be used.
+  virtual bool are_usable(const comm::Windows& /*windows*/) const { return true; }
   /// Private memory of this rank that begins on 128 bytes.
   virtual std::shared_ptr<std::byte> allocate_private(std::int64_t bytes) = 0;
   virtual AllocatorMemory memory() const = 0;

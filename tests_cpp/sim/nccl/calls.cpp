@@ -68,7 +68,8 @@ ncclResult_t launch_now(ncclComm& comm, const std::vector<Operation>& operations
   KernelLaunch launch;
   launch.name = "nccl";
   launch.stream = stream;
-  const auto body = [board = comm.board, rank = comm.rank, operations] {
+  const std::shared_ptr<int> captured = is_capturing ? comm.graphs : nullptr;
+  const auto body = [board = comm.board, rank = comm.rank, operations, captured] {
     run_operations(*board, rank, operations);
   };
   const cudaError_t error = enqueue_kernel(launch, body);

@@ -17,6 +17,8 @@ constexpr int kVersion = 23203;
 constexpr int kUndefined = INT32_MIN;
 
 std::atomic<int> version{kVersion};
+constexpr int kLateLooks = 3;
+std::atomic<int> late_looks{kLateLooks};
 
 struct Registry {
   std::mutex mutex;  // guards the set
@@ -54,6 +56,7 @@ void forget(ncclComm* comm) {
     const std::lock_guard<std::mutex> lock(all.mutex);
     all.comms.erase(comm);
   }
+  forget_windows(*comm);
   if (comm->last_launch != nullptr) (void)cudaEventDestroy(comm->last_launch);
   delete comm;
 }
@@ -152,6 +155,14 @@ ncclResult_t begin(ncclComm& comm, std::function<ncclResult_t()> pending) {
   return result;
 }
 
+ncclResult_t begin_late(ncclComm& comm, std::function<ncclResult_t()> pending) {
+  if (comm.is_blocking) return begin(comm, std::move(pending));
+  comm.pending = [looks = late_looks.load(), pending = std::move(pending)]() mutable {
+    return looks-- > 0 ? ncclInProgress : pending();
+  };
+  return ncclSuccess;
+}
+
 }  // namespace cudasim::nccl
 
 // NOLINTBEGIN(readability-identifier-naming): NCCL's names
@@ -166,6 +177,8 @@ ncclResult_t ncclGetVersion(int* version_out) {
 }
 
 void ncclDoubleSetVersion(int new_version) { version = new_version == 0 ? kVersion : new_version; }
+
+void ncclDoubleSetLateLooks(int looks) { late_looks = looks < 0 ? kLateLooks : looks; }
 
 void ncclDoubleFail(int rank, ncclResult_t error, const char* text) {
   Registry& all = registry();
@@ -242,7 +255,13 @@ ncclResult_t ncclCommShrink(ncclComm_t comm, int* excluded, int num_excluded, nc
   auto made = make_comm(name, comm->num_ranks - static_cast<int>(lost.size()), place, config);
   if (made == nullptr) return refuse(comm, ncclSystemError, "double: no shared memory");
   made->device = comm->device;
-  return publish(std::move(made), child);
+  *child = nullptr;
+  if (failure_of(*comm) != ncclSuccess) return publish(std::move(made), child);
+  const auto waiting = std::make_shared<std::unique_ptr<ncclComm>>(std::move(made));
+  return begin_late(*comm, [waiting, child] {
+    const ncclResult_t result = publish(std::move(*waiting), child);
+    return result == ncclInProgress ? ncclSuccess : result;  // the child's own affair
+  });
 }
 
 ncclResult_t ncclCommFinalize(ncclComm_t comm) {
@@ -250,6 +269,7 @@ ncclResult_t ncclCommFinalize(ncclComm_t comm) {
   const std::lock_guard<std::recursive_mutex> lock(comm->mutex);
   if (const ncclResult_t result = failure_of(*comm)) return result;
   return begin(*comm, [comm] {
+    if (has_graphs(*comm)) return ncclInProgress;
     if (comm->last_launch == nullptr) return ncclSuccess;
     const OnDevice current(comm->device);
     const cudaError_t error = cudaEventQuery(comm->last_launch);
@@ -268,6 +288,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
   if (!is_live(comm)) return ncclInvalidArgument;
   stop(*comm, kAborted, ncclInvalidUsage, "double: aborted");
+  while (has_graphs(*comm)) ::usleep(200);
   forget(comm);
   return ncclSuccess;
 }

@@ -34,6 +34,7 @@ struct ncclComm {  // NOLINT(readability-identifier-naming): NCCL's
   std::string last_error;
   cudaStream_t last_stream = nullptr;
   cudaEvent_t last_launch = nullptr;
+  std::shared_ptr<int> graphs = std::make_shared<int>();  // also held by each captured launch
 };
 
 namespace cudasim::nccl {
@@ -44,6 +45,8 @@ struct Launch {
   cudaStream_t stream;
 };
 
+/// Ends the windows of a communicator that ends.
+void forget_windows(const ncclComm& comm);
 /// Is it a communicator that lives?
 bool is_live(const ncclComm* comm);
 /// A new one, not known to the world yet.
@@ -57,6 +60,10 @@ ncclResult_t failure_of(ncclComm& comm);
 ncclResult_t advance(ncclComm& comm);
 /// Takes it under way. Returns as a call of the communicator does.
 ncclResult_t begin(ncclComm& comm, std::function<ncclResult_t()> pending);
+/// As `begin`, for calls that tell a communicator which does not block of success at once.
+ncclResult_t begin_late(ncclComm& comm, std::function<ncclResult_t()> pending);
+/// Graphs that captured a launch exist: neither finalize nor abort ends before they are gone.
+inline bool has_graphs(const ncclComm& comm) { return comm.graphs.use_count() > 1; }
 /// Remembers `text` for ncclGetLastError.
 ncclResult_t refuse(ncclComm* comm, ncclResult_t result, std::string text);
 

@@ -104,6 +104,9 @@ void ncclDoubleSetVersion(int version);
 /// Communicators that do not block are "in progress" for so many looks at their error after each
 /// call that launches; only then is it launched.
 void ncclDoubleSetLaunchLooks(int looks);
+/// Communicators that do not block are "in progress" for so many looks after a shrink or the
+/// registration of a window, which return success at once and write their results in the end.
+void ncclDoubleSetLateLooks(int looks);
 /// All communicators of this process in which it is `rank` have failed.
 void ncclDoubleFail(int rank, ncclResult_t error, const char* text);
 /// Communicators of this process that were made and not destroyed or aborted.

@@ -213,6 +213,22 @@ class Registration {
 };
 
 }  // namespace
+
+void forget_windows(const ncclComm& comm) {
+  Windows& made = windows();
+  const std::lock_guard<std::mutex> lock(made.mutex);
+  for (auto it = made.all.begin(); it != made.all.end();) {
+    ncclWindow_vidmem* const window = *it;
+    if (window->comm != &comm) {
+      ++it;
+      continue;
+    }
+    it = made.all.erase(it);
+    unmap_peers(*window);
+    delete window;
+  }
+}
+
 }  // namespace cudasim::nccl
 
 // NOLINTBEGIN(readability-identifier-naming): NCCL's names
@@ -271,7 +287,7 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* data, size_t bytes, n
   }
   *window = nullptr;
   auto registration = std::make_shared<Registration>(*comm, data, found, window);
-  return begin(*comm, [registration] { return registration->advance(); });
+  return begin_late(*comm, [registration] { return registration->advance(); });
 }
 
 ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
