@@ -160,7 +160,7 @@ TEST_P(OverTransportTest, ObjectsOfOneGroupWorkOnThreadsOfTheirOwn) {
         try {
           for (int round = 0; round < num_rounds; ++round) {
             run_round(*objects[static_cast<std::size_t>(i)],
-                      static_cast<std::uint64_t>(round * kObjects + i));
+                      static_cast<std::uint64_t>(round) * kObjects + static_cast<std::uint64_t>(i));
           }
         } catch (const Error& error) {
           ADD_FAILURE() << error.what();

@@ -233,8 +233,8 @@ INSTANTIATE_TEST_SUITE_P(Loopback, CollectivesTest,
 class AllReduceTest : public ::testing::TestWithParam<std::tuple<GroupKind, DType>> {};
 
 TEST_P(AllReduceTest, SumsInFloat32AndRoundsOnce) {
-  const auto [kind, dtype_] = GetParam();
-  const DType dtype = dtype_;  // a binding cannot be captured
+  const auto kind = std::get<0>(GetParam());  // bindings cannot be captured
+  const DType dtype = std::get<1>(GetParam());
   const auto encode = [&](float value) {
     return dtype == DType::kFloat16 ? base::float16_from_float(value)
                                     : base::bfloat16_from_float(value);

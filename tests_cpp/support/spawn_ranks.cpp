@@ -4,7 +4,6 @@
 #include <exception>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <thread>
 #include <utility>
 
@@ -58,13 +57,13 @@ std::vector<Communicator> make_ranks(GroupKind kind, int num_ranks,
                                      std::chrono::nanoseconds timeout) {
   if (kind == GroupKind::kThreads) return Communicator::threads(num_ranks, timeout);
   LoopbackNetwork network(num_ranks);
-  std::vector<std::optional<Communicator>> made(static_cast<std::size_t>(num_ranks));
+  std::vector<std::unique_ptr<Communicator>> made(static_cast<std::size_t>(num_ranks));
   spawn_on(network, num_ranks, [&](int rank, std::shared_ptr<Transport> transport) {
-    made[static_cast<std::size_t>(rank)] =
-        Communicator::from_transport(std::move(transport), TransportUse::kAlways, timeout);
+    made[static_cast<std::size_t>(rank)] = std::make_unique<Communicator>(
+        Communicator::from_transport(std::move(transport), TransportUse::kAlways, timeout));
   });
   std::vector<Communicator> ranks;
-  for (std::optional<Communicator>& rank : made) ranks.push_back(std::move(*rank));
+  for (const std::unique_ptr<Communicator>& rank : made) ranks.push_back(std::move(*rank));
   return ranks;
 }
 
