@@ -3,8 +3,7 @@
 
 Scaled for the CPU: rows of 32768 elements (five widths of them) have 2048, and the capacity, which
 takes up memory at once, is twice the tokens of a rank rather than the tokens of all ranks.
-Quantised results are not served, so of those cases the refusal is tested. All else has FlashInfer's
-sizes.
+All else has FlashInfer's sizes. Quantised results: ``test_flashinfer_quantised.py``.
 """
 
 from __future__ import annotations
@@ -365,21 +364,14 @@ def test_any_number_of_ranks(world: int) -> None:
     run_combine((world, 4, 33, 2), zero_copy=True)
 
 
-def test_quantised_results_are_refused_and_the_round_goes_on() -> None:
+def test_what_is_not_served_is_refused_and_the_round_goes_on() -> None:
     ranks = Ranks(2, 8, 64)
 
     def one(rank: Rank) -> None:
         ids = draw_ids(rank.rank, 4, 1, 2)
         x = noise(rank.rank, (4, 32), BF16)
         views, offset, _ = rank.dispatch(ids, [x], 4, 2)
-        scales = torch.empty((4, 1), dtype=torch.uint8)
         y = views[0]
-        for more in (
-            {"output_scales": scales, "output_dtype": torch.float8_e4m3fn},
-            {"output_scalar_scale": 2.5},
-        ):
-            with pytest.raises(NotImplementedError, match="MXFP8, MXFP4 or NVFP4 are not served"):
-                rank.combine(y, 4, 4, 1, offset, **more)
         with pytest.raises(ValueError, match="must produce a bf16 output, so expected bfloat16"):
             rank.combine(y.float(), 4, 4, 1, offset, use_low_precision=True)
         with pytest.raises(NotImplementedError, match='"cake" names generated GPU kernels'):

@@ -8,6 +8,7 @@ from typing import Any
 
 from fanfold.compat.flashinfer.errors import Refused
 from fanfold.compat.flashinfer.exchanges import Dispatch, OpenRound, row_bytes
+from fanfold.compat.flashinfer.quantised import Quantiser, Scaling, quantiser
 from fanfold.compat.flashinfer.with_torch import torch
 from fanfold.compat.flashinfer.workspaces import WorkspaceRank
 from fanfold.errors import InvalidArgument
@@ -35,15 +36,6 @@ def moe_a2a_active_rank_mask(active_ranks: Sequence[int], ep_size: int) -> Any:
             raise InvalidArgument(f"active_ranks: expected 0 to {ep_size - 1}, got {rank}")
         words[rank // 64] |= 1 << (rank % 64)
     return torch().tensor(words, dtype=torch().uint64)
-
-
-def check_unquantised(scales: Any, scalar_scale: float) -> None:
-    """Results arrive as they are."""
-    if scales is not None or scalar_scale != 1.0:
-        raise NotImplementedError(
-            "output_scales, output_scalar_scale: results in MXFP8, MXFP4 or NVFP4 are not served; "
-            "combine without them and quantise the output"
-        )
 
 
 def in_low_precision(payload: Any) -> Any:
@@ -137,14 +129,19 @@ def combine(
     output_dtype: Any,
     output: Any,
     use_low_precision: bool,
+    scaling: Scaling,
 ) -> Any:
     """Check results and output, combine, and give the output."""
-    if output_dtype not in (None, payload.dtype):
+    check_results(opened, payload)
+    made = quantiser(payload, opened.num_tokens, output_dtype, output, scaling)
+    if made is None and output_dtype not in (None, payload.dtype):
         raise Refused(
             "output_dtype without output_scales must match payload dtype: expected "
             f"{payload.dtype}, got {output_dtype}"
         )
-    output = checked_output(opened, payload, output)
+    if made is not None and use_low_precision:
+        raise Refused("use_low_precision must produce a bf16 output, got output_scales as well")
+    output = checked_output(opened, payload, output, made)
     if payload_in_workspace:
         place = opened.combine_buffer(int(payload.shape[2]), payload.dtype)
         if place.data_ptr() != payload.data_ptr():
@@ -152,30 +149,40 @@ def combine(
                 "payload: tensor pointer mismatch: payload_in_workspace=True expects the tensor "
                 "that the workspace gives for results of this shape and type, got another"
             )
-    opened.combine(in_low_precision(payload) if use_low_precision else payload, output)
+    sums = output if made is None else checked_output(opened, payload, None)
+    opened.combine(in_low_precision(payload) if use_low_precision else payload, sums)
+    if made is not None:
+        made.write(sums, output)
     kept.combined()
     return output
 
 
-def checked_output(opened: OpenRound, payload: Any, output: Any) -> Any:
-    """``output`` if it fits the results of a round, or a new one."""
+def check_results(opened: OpenRound, payload: Any) -> None:
+    """Check that ``payload`` has the rows of a round."""
     leading = [opened.exchanges.num_ranks, opened.call.round_max_tokens]
     if payload.dim() != 3 or list(payload.shape[:2]) != leading:
         raise Refused(
             f"payload: expected [{leading[0]}, {leading[1]}, hidden], got {list(payload.shape)}"
         )
-    shape = [opened.num_tokens, int(payload.shape[2])]
+
+
+def checked_output(
+    opened: OpenRound, payload: Any, output: Any, made: Quantiser | None = None
+) -> Any:
+    """``output`` if it fits the results of a round, or a new one where ``payload`` lies."""
+    shape = [opened.num_tokens, int(payload.shape[2])] if made is None else made.shape
+    dtype = payload.dtype if made is None else made.dtype
     if output is None:
-        return payload.new_empty(shape)
+        return payload.new_empty(shape, dtype=dtype)
     if (
         list(output.shape) != shape
-        or output.dtype != payload.dtype
+        or output.dtype != dtype
         or output.device != payload.device
         or not output.is_contiguous()
     ):
         kind = "contiguous" if output.is_contiguous() else "not contiguous"
         raise InvalidArgument(
-            f"output: expected {shape} {payload.dtype} on {payload.device}, contiguous, got "
+            f"output: expected {shape} {dtype} on {payload.device}, contiguous, got "
             f"{list(output.shape)} {output.dtype} on {output.device}, {kind}"
         )
     return output

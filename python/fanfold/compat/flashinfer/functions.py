@@ -23,6 +23,7 @@ from typing import Any
 from fanfold.compat.flashinfer import checks, sizes
 from fanfold.compat.flashinfer.errors import CalledTooEarly, Refused
 from fanfold.compat.flashinfer.exchanges import Dispatch, OpenRound
+from fanfold.compat.flashinfer.quantised import Scaling
 from fanfold.compat.flashinfer.with_torch import torch
 from fanfold.compat.flashinfer.workspaces import WORKSPACES, WorkspaceRank
 from fanfold.errors import InvalidArgument
@@ -217,11 +218,17 @@ def moe_a2a_combine(
         combine_payload_offset: of the dispatch.
         payload_in_workspace: ``payload`` lies where
             ``moe_a2a_wrap_payload_tensor_in_workspace`` says; nothing is copied.
-        output_dtype: None or the payload's.
-        output_scales, output_scalar_scale, sf_layout: quantised results are not served.
+        output_dtype: None, the payload's, or that of quantised numbers.
+        output_scales: for quantised sums of float16 or bfloat16 rows (``quantised.py``): uint8 with
+            ``output_dtype`` float8_e4m3fn (MXFP8) or uint8 (MXFP4), float8_e4m3fn with uint8
+            (NVFP4); contiguous, ``ceil(H / block)`` for each token, padded as ``sf_layout`` says;
+            overwritten.
+        output_scalar_scale: factor of NVFP4's scales.
+        sf_layout: FlashInfer's SfLayout or its number; None: linear.
         use_low_precision: round bfloat16 results to FP8 E4M3, saturated and without a scale, as
             FlashInfer sends them; here they travel as bfloat16, so it saves nothing.
-        output: ``[T, H]`` of the payload's dtype and device, contiguous; overwritten.
+        output: ``[T, H]`` of the payload's dtype and device (FP4: ``[T, H / 2]`` uint8),
+            contiguous; overwritten.
         enable_pdl: not used.
         enable_rank_mask, active_rank_mask: as dispatched.
         backend: "trtllm".
@@ -230,12 +237,12 @@ def moe_a2a_combine(
         ``output``, or a new tensor.
 
     Raises:
-        NotImplementedError: something quantised.
+        NotImplementedError: another backend.
         CalledTooEarly: there was no dispatch.
         Refused, InvalidArgument, TypeError: something does not fit; nothing was sent.
         PeerTimeout, PeerAborted, PeerLost: a rank is late or gone.
     """
-    del enable_pdl, sf_layout
+    del enable_pdl
     sizes.check_backend(backend)
     kept = _kept(workspace, metainfo, ep_rank, ep_size)
     opened = kept.own
@@ -243,7 +250,6 @@ def moe_a2a_combine(
         raise CalledTooEarly(
             "moe_a2a_combine: expected a dispatch on this workspace before, got none"
         )
-    checks.check_unquantised(output_scales, output_scalar_scale)
     _check_as_dispatched(
         opened,
         local_num_tokens=(local_num_tokens, opened.num_tokens),
@@ -259,7 +265,14 @@ def moe_a2a_combine(
         ),
     )
     out = checks.combine(
-        kept, opened, payload, payload_in_workspace, output_dtype, output, use_low_precision
+        kept,
+        opened,
+        payload,
+        payload_in_workspace,
+        output_dtype,
+        output,
+        use_low_precision,
+        Scaling(output_scales, output_scalar_scale, sf_layout),
     )
     kept.write_counters(workspace)
     return out

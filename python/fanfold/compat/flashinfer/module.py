@@ -64,55 +64,29 @@ def _dispatch(
     return starts, lengths, combine_offset, kept.offsets[8], int(stats.shape[1])
 
 
-def _combine(
-    payload: Any,
-    local_num_tokens: int,
-    workspace: Any,
-    metainfo: Any,
-    runtime_max_tokens_per_rank: int,
-    ep_rank: int,
-    ep_size: int,
-    top_k: int,
-    combine_payload_offset: int,
-    payload_in_workspace: bool = False,
-    output_dtype: Any = None,
-    output_scales: Any = None,
-    output_scalar_scale: float = 1.0,
-    sf_layout: Any = None,
-    use_low_precision: bool = False,
-    enable_pdl: bool | None = None,
-    enable_rank_mask: bool = False,
-    active_rank_mask: Any = None,
-    output: Any = None,
-) -> Any:
-    return functions.moe_a2a_combine(
-        payload,
-        local_num_tokens,
-        workspace,
-        metainfo,
-        runtime_max_tokens_per_rank,
-        ep_rank,
-        ep_size,
-        top_k,
-        combine_payload_offset,
-        payload_in_workspace,
-        output_dtype,
-        output_scales,
-        output_scalar_scale,
-        sf_layout,
-        output,
-        use_low_precision=use_low_precision,
-        enable_pdl=enable_pdl,
-        enable_rank_mask=enable_rank_mask,
-        active_rank_mask=active_rank_mask,
-    )
+def _combine(*arguments: Any, **named: Any) -> Any:
+    """``moe_a2a_combine`` with the output as its last argument."""
+    if len(arguments) > len(_COMBINE_ARGUMENTS):
+        raise TypeError(
+            f"moe_a2a_combine: expected at most {len(_COMBINE_ARGUMENTS)} arguments, got "
+            f"{len(arguments)}"
+        )
+    given = dict(zip(_COMBINE_ARGUMENTS, arguments, strict=False))
+    return functions.moe_a2a_combine(**given, **named)
 
 
 def _combine_into(*arguments: Any, **named: Any) -> None:
     """As ``_combine``, whose last argument must be given."""
-    if len(arguments) < _COMBINE_ARGUMENTS and named.get("output") is None:
+    if len(arguments) < len(_COMBINE_ARGUMENTS) and named.get("output") is None:
         raise TypeError("moe_a2a_combine_into: expected an output as its last argument, got none")
     _combine(*arguments, **named)
 
 
-_COMBINE_ARGUMENTS = len(inspect.signature(_combine).parameters)
+_COMBINE_ARGUMENTS = [
+    *(
+        name
+        for name in inspect.signature(functions.moe_a2a_combine).parameters
+        if name not in ("output", "backend")
+    ),
+    "output",
+]

@@ -13,6 +13,7 @@ from fanfold.compat.flashinfer.errors import CalledTooEarly, CallOrder, Refused
 from fanfold.compat.flashinfer.exchanges import Dispatch, OpenRound
 from fanfold.compat.flashinfer.groups import communicator_of
 from fanfold.compat.flashinfer.mnnvl import MnnvlMemory, default_device
+from fanfold.compat.flashinfer.quantised import Scaling
 from fanfold.compat.flashinfer.with_torch import torch
 from fanfold.compat.flashinfer.workspaces import WORKSPACES, WorkspaceRank
 from fanfold.errors import InvalidArgument
@@ -314,11 +315,12 @@ class MoeAlltoAll:
             runtime_max_tokens_per_rank: m, as dispatched.
             payload_in_workspace: ``payload`` is what ``get_combine_payload_tensor_in_workspace``
                 gave; nothing is copied.
-            output_dtype: None or the payload's.
-            output_scales, output_scalar_scale, sf_layout: quantised results are not served.
+            output_dtype: None, the payload's, or that of quantised numbers.
+            output_scales, output_scalar_scale, sf_layout: as ``moe_a2a_combine``.
             use_low_precision: round bfloat16 results to FP8 E4M3, saturated and without a scale, as
                 FlashInfer sends them; here they travel as bfloat16, so it saves nothing.
-            output: ``[T, H]`` of the payload's dtype and device, contiguous; overwritten.
+            output: ``[T, H]`` of the payload's dtype and device, contiguous (FP4: ``[T, H / 2]``
+                uint8); overwritten.
             active_rank_mask: as dispatched.
 
         Returns:
@@ -326,19 +328,16 @@ class MoeAlltoAll:
 
         Raises:
             CallOrder: there was no dispatch.
-            NotImplementedError: something quantised.
             Refused, InvalidArgument, TypeError: something does not fit; the round is still open.
             PeerTimeout, PeerAborted, PeerLost: a rank is late or gone.
 
         Stream:
             As ``dispatch``.
         """
-        del sf_layout
         self._check_mapped()
         opened = self._round
         if opened is None:
             raise CallOrder("combine called before successful dispatch")
-        checks.check_unquantised(output_scales, output_scalar_scale)
         self._check_rows(runtime_max_tokens_per_rank)
         if self._active(active_rank_mask) != opened.call.active:
             raise Refused("active_rank_mask: expected the mask of the dispatch")
@@ -354,6 +353,7 @@ class MoeAlltoAll:
             output_dtype,
             output,
             use_low_precision,
+            Scaling(output_scales, output_scalar_scale, sf_layout),
         )
         opened.end()
         self._round = None

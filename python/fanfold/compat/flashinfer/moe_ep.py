@@ -274,6 +274,7 @@ class RankMajorExchange:
         rows = self.num_ranks * opened.call.round_max_tokens
         if expert_output.dim() == 2 and expert_output.shape[0] == rows:
             expert_output = expert_output.unflatten(0, (self.num_ranks, -1))
+        checks.check_results(opened, expert_output)
         output = checks.checked_output(opened, expert_output, output)
         if self._has_low_precision:
             expert_output = checks.in_low_precision(expert_output)
