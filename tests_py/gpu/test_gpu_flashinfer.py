@@ -26,6 +26,7 @@ from support.flashinfer_rounds import (
 import fanfold
 from fanfold.compat import flashinfer
 from fanfold.compat.flashinfer import exchanges
+from fanfold.compat.flashinfer.quantised import Scaling, quantiser
 
 if fanfold.build_info()["cuda"] != "simulated":
     pytest.skip("needs the build of preset sim (tools/test --only sim)", allow_module_level=True)
@@ -148,6 +149,35 @@ def test_one_thread_runs_every_rank_over_streams() -> None:
             for rank, out in enumerate(outs):
                 expected = combined(inputs(rank)[2], ids_of(rank), num_experts, world)
                 assert same_bits(out.cpu(), expected), (step, rank)
+
+
+def test_quantised_results_are_those_of_the_cpu() -> None:
+    world, tokens, hidden = 2, 3, 40
+    lanes = Lanes(world, tokens, 4 + 2 * hidden)
+    fp8, byte = torch.float8_e4m3fn, torch.uint8
+
+    def send(rank: Rank) -> Any:
+        x = cuda(noise(rank.rank, (tokens, hidden), BF16))
+        return rank.dispatch(cuda(draw_ids(rank.rank, tokens, 1, world)), [x], tokens, world)
+
+    found = lanes.each(send)
+    for output_type, scale_type, columns in ((fp8, byte, 2), (byte, byte, 2), (byte, fp8, 3)):
+
+        def add(rank: Rank, types: Any = (output_type, scale_type), columns: int = columns) -> Any:
+            views, offset, _ = found[rank.rank]
+            scales = torch.zeros(tokens * columns, dtype=byte, device="cuda").view(types[1])
+            more = {"output_dtype": types[0], "output_scales": scales}
+            return rank.combine(views[0], tokens, tokens, 1, offset, **more), scales
+
+        for rank, (out, scales) in enumerate(lanes.each(add)):
+            x = noise(rank, (tokens, hidden), BF16)
+            expected = torch.zeros(tokens * columns, dtype=byte).view(scale_type)
+            made = quantiser(x[None], tokens, output_type, None, Scaling(expected))
+            assert made is not None
+            numbers = torch.empty(made.shape, dtype=made.dtype)
+            made.write(x, numbers)
+            assert same_bits(out.cpu(), numbers)
+            assert same_bits(scales.cpu(), expected)
 
 
 def test_one_thread_runs_ranks_that_are_masked_out_and_gathers_statistics() -> None:
