@@ -40,28 +40,18 @@ using ::testing::HasSubstr;
 base::Deadline soon() { return base::Deadline(seconds(20)); }
 
 /// Calls `before_send` with what is sent.
-class HookedTransport final : public Transport {
+class HookedTransport final : public fanfold::testing::ForwardingTransport {
  public:
   using Hook = std::function<void(const std::vector<Part>&)>;
 
   HookedTransport(std::shared_ptr<Transport> inner, Hook before_send)
-      : inner_(std::move(inner)), before_send_(std::move(before_send)) {}
-  int rank() const noexcept override { return inner_->rank(); }
-  int num_ranks() const noexcept override { return inner_->num_ranks(); }
-  std::string kind() const override { return inner_->kind(); }
-  void start(std::int64_t max_message_bytes) override { inner_->start(max_message_bytes); }
+      : ForwardingTransport(std::move(inner)), before_send_(std::move(before_send)) {}
   void send(int peer, const std::vector<Part>& parts) override {
     before_send_(parts);
-    inner_->send(peer, parts);
+    ForwardingTransport::send(peer, parts);
   }
-  std::optional<Message> receive(std::chrono::nanoseconds max_wait) override {
-    return inner_->receive(max_wait);
-  }
-  std::string lost_reason(int peer) const override { return inner_->lost_reason(peer); }
-  void close(std::chrono::nanoseconds timeout) noexcept override { inner_->close(timeout); }
 
  private:
-  std::shared_ptr<Transport> inner_;
   Hook before_send_;
 };
 

@@ -41,31 +41,22 @@ class HostNames {
 };
 
 /// A transport whose ranks introduce themselves one after the other, each under its own name.
-class NamedTransport final : public Transport {
+class NamedTransport final : public testing::ForwardingTransport {
  public:
   NamedTransport(std::shared_ptr<Transport> inner, std::vector<std::string> names,
                  std::shared_ptr<std::mutex> mutex)
-      : inner_(std::move(inner)), names_(std::move(names)), mutex_(std::move(mutex)) {}
-  int rank() const noexcept override { return inner_->rank(); }
-  int num_ranks() const noexcept override { return inner_->num_ranks(); }
-  std::string kind() const override { return inner_->kind(); }
+      : ForwardingTransport(std::move(inner)), names_(std::move(names)), mutex_(std::move(mutex)) {}
   void start(std::int64_t max_message_bytes) override {
     lock_ = std::unique_lock<std::mutex>(*mutex_);
     HostNames::set(names_[static_cast<std::size_t>(rank())].c_str());
-    inner_->start(max_message_bytes);
+    ForwardingTransport::start(max_message_bytes);
   }
   void send(int peer, const std::vector<Part>& parts) override {
     if (lock_.owns_lock()) lock_.unlock();  // it has read its name
-    inner_->send(peer, parts);
+    ForwardingTransport::send(peer, parts);
   }
-  std::optional<Message> receive(std::chrono::nanoseconds max_wait) override {
-    return inner_->receive(max_wait);
-  }
-  std::string lost_reason(int peer) const override { return inner_->lost_reason(peer); }
-  void close(std::chrono::nanoseconds timeout) noexcept override { inner_->close(timeout); }
 
  private:
-  std::shared_ptr<Transport> inner_;
   std::vector<std::string> names_;
   std::shared_ptr<std::mutex> mutex_;
   std::unique_lock<std::mutex> lock_;
@@ -177,16 +168,11 @@ TEST(TransportJoinTest, WhatOneRankMeetsFailsOnAll) {
 }
 
 /// Brings rank 1 another path than rank 0 gave.
-class MisleadingTransport final : public Transport {
+class MisleadingTransport final : public testing::ForwardingTransport {
  public:
-  explicit MisleadingTransport(std::shared_ptr<Transport> inner) : inner_(std::move(inner)) {}
-  int rank() const noexcept override { return inner_->rank(); }
-  int num_ranks() const noexcept override { return inner_->num_ranks(); }
-  std::string kind() const override { return inner_->kind(); }
-  void start(std::int64_t max_message_bytes) override { inner_->start(max_message_bytes); }
-  void send(int peer, const std::vector<Part>& parts) override { inner_->send(peer, parts); }
+  using ForwardingTransport::ForwardingTransport;
   std::optional<Message> receive(std::chrono::nanoseconds max_wait) override {
-    std::optional<Message> message = inner_->receive(max_wait);
+    std::optional<Message> message = ForwardingTransport::receive(max_wait);
     if (!message.has_value() || rank() == 0) return message;
     const std::string name = "/rendezvous";
     const auto* text = reinterpret_cast<const char*>(message->bytes.data());
@@ -194,11 +180,6 @@ class MisleadingTransport final : public Transport {
     if (at != std::string::npos) message->bytes[at + 1] = std::byte{'X'};
     return message;
   }
-  std::string lost_reason(int peer) const override { return inner_->lost_reason(peer); }
-  void close(std::chrono::nanoseconds timeout) noexcept override { inner_->close(timeout); }
-
- private:
-  std::shared_ptr<Transport> inner_;
 };
 
 TEST(TransportJoinTest, RanksThatCannotMeetOnTheirHostAllSaySo) {

@@ -10,6 +10,7 @@
 
 #include "fanfold/error.h"
 #include "gmock/gmock.h"
+#include "gpu/failed_round.h"
 #include "gpu/gpu_case.h"
 #include "gpu/graphed_round.h"
 #include "gpu/nccl_ranks.h"
@@ -22,6 +23,7 @@ using namespace std::chrono_literals;
 using testing::expect_error;
 using testing::of_rank;
 using testing::plan_of;
+using testing::recover;
 using testing::RoundRun;
 using testing::run_round;
 using testing::spawn_nccl_ranks;
@@ -35,36 +37,13 @@ class GpuCollectiveFailureTest : public ::testing::TestWithParam<Strategy> {
   }
 };
 
-/// After a failure that every rank knows of.
-void recover(Communicator& communicator, AllToAll& all_to_all) {
-  communicator.barrier();
-  all_to_all.reset();
-  EXPECT_FALSE(all_to_all.is_failed());
-  for (std::uint64_t seed = 5; seed < 8; ++seed) run_round(all_to_all, seed);
-  communicator.barrier();
-  all_to_all.close();
-}
-
 TEST_P(GpuCollectiveFailureTest, ALateRankIsNamedWithPhaseAndRound) {
   const testing::GpuRanks gpus(2, 2);
   spawn_nccl_ranks(2, 2, [&](Communicator& communicator) {
     AllToAllConfig own = config(communicator);
     own.max_in_flight = 2;
     AllToAll all_to_all(communicator, own);
-    for (std::uint64_t seed = 1; seed < 4; ++seed) run_round(all_to_all, seed);
-    if (communicator.rank() == 0) {
-      RoundRun late(all_to_all, plan_of(own, 2, 4));
-      late.inputs.timeout = 50ms;
-      const Received received = all_to_all.dispatch(late.inputs);  // enqueues only
-      const std::string text = expect_error<PeerTimeout>({}, [&] { (void)received.host_counts(); });
-      EXPECT_EQ(text,
-                "AllToAll: dispatch of round 3: rank 1 did not arrive within 50 ms; it is late or "
-                "frozen; call reset() on every rank");
-      EXPECT_TRUE(all_to_all.is_failed());
-      expect_error<InvalidState>({"has failed", "call reset() on every rank"},
-                                 [&] { all_to_all.release(received.handle()); });
-    }
-    recover(communicator, all_to_all);
+    testing::expect_that_a_late_rank_is_named(communicator, all_to_all);
   });
 }
 
@@ -100,7 +79,7 @@ TEST_P(GpuCollectiveFailureTest, CallsThatDifferAreToldOnBothSides) {
     {
       RoundRun round(all_to_all, plan_of(own, 2, 4));
       if (communicator.rank() == 1) round.inputs.topk_weights = TensorView();
-      round.inputs.timeout = 300ms;  // of collectives that do not fit
+      round.inputs.timeout = 1s;  // of collectives that do not fit
       const Received received = all_to_all.dispatch(round.inputs);
       expect_error<InvalidArgument>(
           {"AllToAll: dispatch of round 1 differs between ranks: digest of the payload set (row "
@@ -114,7 +93,7 @@ TEST_P(GpuCollectiveFailureTest, CallsThatDifferAreToldOnBothSides) {
     {
       RoundRun round(all_to_all, testing::make_round(own, 2, testing::RoutingKind::kUniform, 2, 4));
       if (communicator.rank() == 1) round.inputs.round_max_tokens = 3;
-      round.inputs.timeout = 300ms;
+      round.inputs.timeout = 1s;
       const Received received = all_to_all.dispatch(round.inputs);
       expect_error<InvalidArgument>({"differs between ranks: round_max_tokens: rank " + me},
                                     [&] { (void)received.host_counts(); });
@@ -133,7 +112,7 @@ TEST_P(GpuCollectiveFailureTest, ACombineMeetsADispatch) {
     round.dispatch();
     if (communicator.rank() == 0) {
       CombineInputs combine = round.prepare_combine();
-      combine.timeout = 300ms;
+      combine.timeout = 1s;
       all_to_all.combine(combine, round.handle());
       expect_error<InvalidArgument>({"AllToAll: combine of round 0 differs between ranks: "}, [&] {
         round.synchronize();
@@ -142,7 +121,7 @@ TEST_P(GpuCollectiveFailureTest, ACombineMeetsADispatch) {
     } else {
       round.release();
       RoundRun next(all_to_all, plan_of(own, 2, 5));
-      next.inputs.timeout = 300ms;
+      next.inputs.timeout = 1s;
       const Received received = all_to_all.dispatch(next.inputs);
       expect_error<InvalidArgument>({"AllToAll: dispatch of round 1 differs between ranks: "},
                                     [&] { (void)received.host_counts(); });
@@ -154,22 +133,8 @@ TEST_P(GpuCollectiveFailureTest, ACombineMeetsADispatch) {
 TEST_P(GpuCollectiveFailureTest, AnAbortEndsCollectivesThatWait) {
   const testing::GpuRanks gpus(2, 2);
   spawn_nccl_ranks(2, 2, [&](Communicator& communicator) {
-    const AllToAllConfig own = config(communicator);
-    AllToAll all_to_all(communicator, own);
-    run_round(all_to_all, 1);
-    communicator.barrier();
-    if (communicator.rank() == 0) {
-      RoundRun round(all_to_all, plan_of(own, 2, 4));
-      const Received received = all_to_all.dispatch(round.inputs);
-      const std::string text = expect_error<PeerAborted>({}, [&] { (void)received.host_counts(); });
-      EXPECT_EQ(text,
-                "AllToAll: dispatch of round 1: rank 1 aborted: no more of this; call reset() on "
-                "every rank");
-    } else {
-      std::this_thread::sleep_for(20ms);
-      all_to_all.abort("no more of this");
-    }
-    recover(communicator, all_to_all);
+    AllToAll all_to_all(communicator, config(communicator));
+    testing::expect_that_an_abort_ends_waits(communicator, all_to_all);
   });
 }
 

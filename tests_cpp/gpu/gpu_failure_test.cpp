@@ -4,11 +4,11 @@
 #include <chrono>
 #include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "fanfold/error.h"
 #include "gmock/gmock.h"
+#include "gpu/failed_round.h"
 #include "gpu/gpu_case.h"
 #include "support/expect_error.h"
 
@@ -18,21 +18,11 @@ namespace {
 using namespace std::chrono_literals;
 using testing::expect_error;
 using testing::gpu_config;
-using ::testing::HasSubstr;
 using testing::of_rank;
 using testing::plan_of;
+using testing::recover;
 using testing::RoundRun;
 using testing::run_round;
-
-/// After a failure that every rank knows of.
-void recover(Communicator& communicator, AllToAll& all_to_all) {
-  communicator.barrier();
-  all_to_all.reset();
-  EXPECT_FALSE(all_to_all.is_failed());
-  for (std::uint64_t seed = 5; seed < 8; ++seed) run_round(all_to_all, seed);
-  communicator.barrier();
-  all_to_all.close();
-}
 
 TEST(GpuFailureTest, ALateRankIsNamedWithPhaseAndRound) {
   const testing::GpuRanks gpus(2, 2);
@@ -40,23 +30,7 @@ TEST(GpuFailureTest, ALateRankIsNamedWithPhaseAndRound) {
     AllToAllConfig config = of_rank(gpu_config(), communicator);
     config.max_in_flight = 2;
     AllToAll all_to_all(communicator, config);
-    run_round(all_to_all, 1);
-    run_round(all_to_all, 2);
-    run_round(all_to_all, 3);
-    if (communicator.rank() == 0) {
-      RoundRun late(all_to_all, plan_of(config, 2, 4));
-      late.inputs.timeout = 50ms;
-      const Received received = all_to_all.dispatch(late.inputs);  // enqueues only
-      const std::string text = expect_error<PeerTimeout>({}, [&] { (void)received.host_counts(); });
-      EXPECT_EQ(text,
-                "AllToAll: dispatch of round 3: rank 1 did not arrive within 50 ms; it is late or "
-                "frozen; call reset() on every rank");
-      expect_error<PeerTimeout>({"dispatch of round 3"}, [&] { all_to_all.check(); });
-      EXPECT_TRUE(all_to_all.is_failed());
-      expect_error<InvalidState>({"has failed", "call reset() on every rank"},
-                                 [&] { all_to_all.release(received.handle()); });
-    }
-    recover(communicator, all_to_all);
+    testing::expect_that_a_late_rank_is_named(communicator, all_to_all);
   });
 }
 
@@ -105,22 +79,8 @@ TEST(GpuFailureTest, CallsThatDifferAreToldOnBothSides) {
 TEST(GpuFailureTest, AnAbortEndsKernelsThatWait) {
   const testing::GpuRanks gpus(2, 2);
   testing::spawn_ranks(2, [&](Communicator& communicator) {
-    const AllToAllConfig config = of_rank(gpu_config(), communicator);
-    AllToAll all_to_all(communicator, config);
-    run_round(all_to_all, 1);
-    communicator.barrier();
-    if (communicator.rank() == 0) {
-      RoundRun round(all_to_all, plan_of(config, 2, 4));
-      const Received received = all_to_all.dispatch(round.inputs);
-      const std::string text = expect_error<PeerAborted>({}, [&] { (void)received.host_counts(); });
-      EXPECT_EQ(text,
-                "AllToAll: dispatch of round 1: rank 1 aborted: no more of this; call reset() on "
-                "every rank");
-    } else {
-      std::this_thread::sleep_for(20ms);
-      all_to_all.abort("no more of this");
-    }
-    recover(communicator, all_to_all);
+    AllToAll all_to_all(communicator, of_rank(gpu_config(), communicator));
+    testing::expect_that_an_abort_ends_waits(communicator, all_to_all);
   });
 }
 

@@ -7,7 +7,9 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fanfold/communicator.h"
@@ -62,6 +64,26 @@ class LoopbackNetwork {
   struct State;
   class End;
   std::shared_ptr<State> state_;
+};
+
+/// Passes every call on; what a test changes it overrides.
+class ForwardingTransport : public Transport {
+ public:
+  explicit ForwardingTransport(std::shared_ptr<Transport> inner) : inner_(std::move(inner)) {}
+  int rank() const noexcept override { return inner_->rank(); }
+  int num_ranks() const noexcept override { return inner_->num_ranks(); }
+  std::string kind() const override { return inner_->kind(); }
+  void start(std::int64_t max_message_bytes) override { inner_->start(max_message_bytes); }
+  void send(int peer, const std::vector<Part>& parts) override { inner_->send(peer, parts); }
+  std::optional<Message> receive(std::chrono::nanoseconds max_wait) override {
+    return inner_->receive(max_wait);
+  }
+  bool has_unsent(int peer) const override { return inner_->has_unsent(peer); }
+  std::string lost_reason(int peer) const override { return inner_->lost_reason(peer); }
+  void close(std::chrono::nanoseconds timeout) noexcept override { inner_->close(timeout); }
+
+ private:
+  std::shared_ptr<Transport> inner_;
 };
 
 /// As spawn_ranks, on communicators that are made with `from_transport` over a new network.
