@@ -59,6 +59,30 @@ class Queues:
         self.num_closed += 1
 
 
+class Lazy(Queues):
+    """One whose messages leave while it receives, one at a time."""
+
+    def __init__(self, rank: int, inboxes: list[queue.SimpleQueue[tuple[int, bytes]]]) -> None:
+        super().__init__(rank, inboxes)
+        self.waiting: list[tuple[int, bytearray]] = []
+
+    def send(self, peer: int, data: bytearray) -> None:
+        self.waiting.append((peer, data))
+
+    def receive(self, max_wait_s: float) -> tuple[int, bytes] | None:
+        if self.waiting:
+            super().send(*self.waiting.pop(0))
+        return super().receive(min(max_wait_s, 1e-4))
+
+    def has_unsent(self, peer: int) -> bool:
+        return any(to == peer for to, _ in self.waiting)
+
+    def close(self, timeout_s: float) -> None:
+        super().close(timeout_s)
+        while self.waiting:
+            super().send(*self.waiting.pop(0))
+
+
 def check_protocol(transport: fanfold.Transport) -> fanfold.Transport:
     """Let the type checker compare the class with the protocol."""
     return transport
@@ -308,3 +332,17 @@ def test_adapters_are_imported_when_they_are_used() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_call_returns_when_what_it_sent_has_left() -> None:
+    def run(transport: Any) -> list[int]:
+        comm = fanfold.Communicator.from_transport(transport, use="always")
+        left = []
+        for step in range(5):
+            comm.all_gather_bytes(bytes(1000 * step))
+            left.append(len(transport.waiting))
+        comm.close()
+        return left
+
+    for left, _ in on_threads(3, run, Lazy):
+        assert left == [0] * 5

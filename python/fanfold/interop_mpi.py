@@ -80,8 +80,8 @@ class MpiTransport:
     """A ``fanfold.Transport`` on a duplicate of an mpi4py communicator. Making one is collective.
 
     MPI moves messages while it is called. What `send` has left over is moved by a thread of this
-    object if MPI may be called by several (MPI_THREAD_MULTIPLE, mpi4py's default), else by the next
-    call of this rank.
+    object if MPI may be called by several (MPI_THREAD_MULTIPLE, mpi4py's default), else before the
+    collective returns.
 
     Args:
         comm: an intracommunicator.
@@ -258,6 +258,10 @@ class MpiTransport:
             self._lose(source, error)
             return
         self._arriving[source].append((request, data, status.Get_tag()))
+
+    def has_unsent(self, peer: int) -> bool:
+        """Whether messages to a rank have not left, where no thread moves them."""
+        return self._mover is None and bool(self._sends[peer])
 
     def lost_reason(self, peer: int) -> str:
         """Say why a rank is known to be gone; MPI seldom tells."""

@@ -18,6 +18,10 @@ class Transport(Protocol):
 
     Errors: what a method raises goes to the caller of the collective. The failure of a single peer
     is not raised: ``lost_reason`` tells it.
+
+    A transport whose messages move only inside its calls has one method more,
+    ``has_unsent(peer: int) -> bool``: whether some of those to ``peer`` have not left. Collectives
+    then call ``receive`` until all have, so that a rank that computes holds up nobody.
     """
 
     @property
