@@ -66,7 +66,7 @@ def test_a_killed_rank_is_lost_to_its_peers(store: str) -> None:
         for rank, seconds, text in told:
             assert rank == 1, text
             assert "rank 1 is gone: its connection was closed" in text
-            assert seconds < 2
+            assert seconds < 5
         assert reason == "its connection was closed"
         assert heard == last_word
 

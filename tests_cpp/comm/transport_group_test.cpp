@@ -323,7 +323,7 @@ TEST(TransportFaultTest, ALostRankIsNamedWithTheTransportsWords) {
       };
       expect_error<PeerLost>({"barrier", "rank 2 is gone: the cable was pulled"}, until_it_fails);
     }
-    EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(2));
+    EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(10));
     comm.close();
   });
 }

@@ -146,7 +146,7 @@ TEST_F(MpiTransportTest, ReceiveWaitsNoLongerThanItIsTold) {
     EXPECT_FALSE(transport->receive(wait).has_value());
     const std::chrono::nanoseconds took(base::now_ns() - begin);
     EXPECT_GE(took, wait);
-    EXPECT_LT(took, wait + milliseconds(500));
+    EXPECT_LT(took, wait + milliseconds(5000));
   }
   transport->close(kLimit);
 }
@@ -156,7 +156,7 @@ TEST_F(MpiTransportTest, ALargeMessageOfABusyRankHoldsUpNobodyElse) {
   MPI_Barrier(MPI_COMM_WORLD);
   if (transport->rank() == 1) {
     send(*transport, 0, pattern(1, 0, 0, 8 << 20));
-    std::this_thread::sleep_for(milliseconds(400));  // within which MPI does nothing for it
+    std::this_thread::sleep_for(milliseconds(2000));  // within which MPI does nothing for it
   }
   if (transport->rank() == 2) {
     std::this_thread::sleep_for(milliseconds(20));
@@ -172,7 +172,7 @@ TEST_F(MpiTransportTest, ALargeMessageOfABusyRankHoldsUpNobodyElse) {
         continue;
       }
       EXPECT_TRUE(message.bytes == pattern(2, 0, num_small++, 100));
-      EXPECT_LT(base::now_ns() - begin, 300'000'000);
+      EXPECT_LT(base::now_ns() - begin, 1'900'000'000);
     }
     EXPECT_EQ(num_small, 5);
   }
@@ -269,7 +269,7 @@ TEST_F(MpiTransportTest, ARankThatDoesNotComeIsAnErrorInTime) {
                 std::string::npos)
           << error.what();
     }
-    EXPECT_LT(base::now_ns() - begin, 1'000'000'000);
+    EXPECT_LT(base::now_ns() - begin, 5'000'000'000);
   }
   const TransportPtr transport = open();
   exchange(*transport, 5, 1);

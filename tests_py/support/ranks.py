@@ -143,7 +143,7 @@ def leave_early(comm: fanfold.Communicator, strategy: str) -> str:
         works(a2a, comm.rank)
     except fanfold.PeerLost as error:
         assert error.rank == 1
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 5
         return "lost"
     return "worked"
 

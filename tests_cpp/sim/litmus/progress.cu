@@ -8,7 +8,7 @@ namespace fanfold::gpu::litmus {
 
 namespace {
 
-constexpr std::uint64_t kPatienceNs = 300'000'000;
+constexpr std::uint64_t kPatienceNs = 2'000'000'000;
 
 __global__ void grid_barrier_kernel(const __grid_constant__ Words w) {
   atom_add_acq_rel_gpu(w.flag, 1U);

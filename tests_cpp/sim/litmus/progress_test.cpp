@@ -33,7 +33,7 @@ TEST_F(ProgressLitmus, BlocksThatDoNotFitTogetherAreADeadlockFoundAtOnce) {
   const auto begin = std::chrono::steady_clock::now();
   grid_barrier(words(0), 8, stream(0));
   EXPECT_NE(cudaStreamSynchronize(stream(0)), cudaSuccess);
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(2));
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(20));
   ASSERT_EQ(kinds(), "deadlock");
   const std::string text = text_of("deadlock");
   EXPECT_THAT(text, HasSubstr("7 threads: rank 0"));
@@ -56,8 +56,8 @@ TEST_F(ProgressLitmus, ATimeOutPassesInVirtualTime) {
   const Words parts = words(1);
   wait_for_ever(parts, stream(0));
   EXPECT_EQ(sync(), cudaSuccess);
-  EXPECT_GE(cudasim::now_ns() - virtual_begin, 300'000'000U);
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::milliseconds(250));
+  EXPECT_GE(cudasim::now_ns() - virtual_begin, 2'000'000'000U);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::milliseconds(1900));
   EXPECT_EQ(kinds(), "") << all_texts();
   EXPECT_EQ(result(parts), 1);
 }
