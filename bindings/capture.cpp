@@ -23,7 +23,18 @@ namespace {
 using namespace nanobind::literals;
 using nogil = nb::gil_scoped_release;
 
-void make_capture(RoutingCapture* self, int num_layers, int num_experts, int top_k,
+/// A capture, and what calls need that its class need not know.
+struct BoundCapture {
+  explicit BoundCapture(const RoutingCaptureConfig& config)
+      : core(config),
+        gpu(config.device == DeviceType::kGpu ? std::optional<int>(config.device_index)
+                                              : std::nullopt) {}
+  RoutingCapture core;
+  std::optional<int> gpu;  // its CUDA device
+  TensorTypeCache types;
+};
+
+void make_capture(BoundCapture* self, int num_layers, int num_experts, int top_k,
                   std::int64_t max_tokens, nb::handle dtype, std::vector<int> layers,
                   std::vector<std::int32_t> logical_of_expert, int num_shared_experts,
                   int max_in_flight, std::int64_t max_sink_rows, std::string source,
@@ -45,18 +56,12 @@ void make_capture(RoutingCapture* self, int num_layers, int num_experts, int top
   config.device_index = gpu.value_or(0);
   if (comm != nullptr) config.gather = gather_rows(*comm, config);
   const nogil released;
-  new (self) RoutingCapture(config);
-}
-
-/// The CUDA device of a capture.
-std::optional<int> gpu_of(const RoutingCapture& self) {
-  const RoutingCaptureConfig& config = self.config();
-  return config.device == DeviceType::kGpu ? std::optional<int>(config.device_index) : std::nullopt;
+  new (self) BoundCapture(config);
 }
 
 /// The stream of a call without tensors.
-std::optional<void*> stream_of(const RoutingCapture& self, nb::handle stream) {
-  return resolve_stream(stream, gpu_of(self), {});
+std::optional<void*> stream_of(const BoundCapture& self, nb::handle stream) {
+  return resolve_stream(stream, self.gpu, {});
 }
 
 /// What `get` gives of a snapshot, once it is there; others may release `self` meanwhile.
@@ -174,25 +179,25 @@ void bind_snapshot(nb::module_& m) {
   bind_spec(c, [](const RoutingSnapshot& self) -> const RoutingSpec& { return self.spec(); });
 }
 
-nb::object sink_of(const std::shared_ptr<RoutingCapture>& self, int layer, nb::handle dtype) {
+nb::object sink_of(const std::shared_ptr<BoundCapture>& self, int layer, nb::handle dtype) {
   const DType kind = to_dtype(dtype);
   TensorView view;
   {
     const nogil released;
-    view = self->sink(layer, kind);
+    view = self->core.sink(layer, kind);
   }
   // The simulated device's tensors are the host's to everybody else.
   if (is_simulated()) view.device = DeviceType::kCpu;
   return make_tensor(view, framework_of_dtype(dtype), self);
 }
 
-void bind_recording(nb::class_<RoutingCapture>& c) {
+void bind_recording(nb::class_<BoundCapture>& c) {
   c.def(
        "begin_step",
-       [](RoutingCapture& self, std::int64_t step_id, nb::handle stream) {
+       [](BoundCapture& self, std::int64_t step_id, nb::handle stream) {
          const std::optional<void*> on = stream_of(self, stream);
          const nogil released;
-         self.begin_step(step_id, on);
+         self.core.begin_step(step_id, on);
        },
        "step_id"_a, nb::kw_only(), "stream"_a = nb::none(),
        nb::sig("def begin_step(self, step_id: int, *, stream: object = None) -> None"),
@@ -202,17 +207,15 @@ void bind_recording(nb::class_<RoutingCapture>& c) {
        "    replay begins another step of that id.")
       .def(
           "record",
-          [](RoutingCapture& self, int layer, nb::handle topk_ids,
+          [](BoundCapture& self, int layer, nb::handle topk_ids,
              const std::optional<CaptureLayout>& layout, std::optional<std::int64_t> rows,
              std::optional<std::string> source, bool overwrite, nb::handle stream) {
-            TensorTypeCache types;
-            Arguments args(types, gpu_of(self));
+            Arguments args(self.types, self.gpu);
             const TensorView view = args.view(topk_ids, "topk_ids");
-            const RecordOptions options{
-                rows, std::move(source).value_or(""), overwrite,
-                resolve_stream(stream, gpu_of(self), args.source_of(topk_ids))};
+            const RecordOptions options{rows, std::move(source).value_or(""), overwrite,
+                                        resolve_stream(stream, self.gpu, args.source_of(topk_ids))};
             const nogil released;
-            self.record(layer, view, layout.value_or(CaptureLayout()), options);
+            self.core.record(layer, view, layout.value_or(CaptureLayout()), options);
           },
           "layer"_a, "topk_ids"_a, "layout"_a = nb::none(), nb::kw_only(), "rows"_a = nb::none(),
           "source"_a = nb::none(), "overwrite"_a = false, "stream"_a = nb::none(),
@@ -260,13 +263,13 @@ Stream:
            "for the device and is not allowed in a graph capture.")
       .def(
           "import_sink",
-          [](RoutingCapture& self, int layer, std::int64_t num_rows,
+          [](BoundCapture& self, int layer, std::int64_t num_rows,
              const std::optional<CaptureLayout>& layout, std::optional<std::string> source,
              bool overwrite, nb::handle stream) {
             const RecordOptions options{
                 {}, std::move(source).value_or(""), overwrite, stream_of(self, stream)};
             const nogil released;
-            self.import_sink(layer, num_rows, layout.value_or(CaptureLayout()), options);
+            self.core.import_sink(layer, num_rows, layout.value_or(CaptureLayout()), options);
           },
           "layer"_a, "num_rows"_a, "layout"_a = nb::none(), nb::kw_only(), "source"_a = nb::none(),
           "overwrite"_a = false, "stream"_a = nb::none(),
@@ -278,10 +281,10 @@ Stream:
           "there.")
       .def(
           "snapshot",
-          [](RoutingCapture& self, std::int64_t num_tokens, nb::handle stream) {
+          [](BoundCapture& self, std::int64_t num_tokens, nb::handle stream) {
             const std::optional<void*> on = stream_of(self, stream);
             const nogil released;
-            return self.snapshot(num_tokens, on);
+            return self.core.snapshot(num_tokens, on);
           },
           "num_tokens"_a, nb::kw_only(), "stream"_a = nb::none(),
           nb::sig("def snapshot(self, num_tokens: int, *, stream: object = None) "
@@ -294,17 +297,21 @@ Stream:
           "Stream:\n    GPU: enqueues on ``stream``, never synchronizes. Graph capture: not "
           "allowed.")
       .def(
-          "check", &RoutingCapture::check,
+          "check", [](BoundCapture& self) { self.core.check(); },
           "Raise the first error that kernels have found and nobody was told of; waits for "
           "nothing.\n"
           "\n"
           "Raises:\n"
           "    InvalidArgument: an id at or past the experts, or a row of a sink written in part.\n"
           "    InvalidState: a row that was recorded in its step with other ids.")
-      .def("set_logical_of_expert", &RoutingCapture::set_logical_of_expert, "logical_of_expert"_a,
-           nb::call_guard<nogil>(),
-           "Replace the map from physical ids, between steps; empty: ids are logical. On a GPU it\n"
-           "waits for the device; graphs that were captured use the new map.");
+      .def(
+          "set_logical_of_expert",
+          [](BoundCapture& self, std::vector<std::int32_t> logical_of_expert) {
+            self.core.set_logical_of_expert(std::move(logical_of_expert));
+          },
+          "logical_of_expert"_a, nb::call_guard<nogil>(),
+          "Replace the map from physical ids, between steps; empty: ids are logical. On a GPU it\n"
+          "waits for the device; graphs that were captured use the new map.");
 }
 
 }  // namespace
@@ -314,8 +321,8 @@ void bind_capture(nb::module_& m) {
   bind_routing_store(m);
   bind_layout(m);
   bind_snapshot(m);
-  nb::class_<RoutingCapture> c(m, "RoutingCapture",
-                               R"doc(Records which experts each token of a step took, per layer.
+  nb::class_<BoundCapture> c(m, "RoutingCapture",
+                             R"doc(Records which experts each token of a step took, per layer.
 
 A step begins with nothing recorded; what it did not record shows as the sentinel and is reported as
 missing. One call at a time per object; captures are independent of each other.
@@ -358,18 +365,20 @@ Raises:
     InvalidArgument: values that contradict each other; nothing was allocated.
     Unsupported: no such GPU, or a build without GPUs.)doc");
   bind_recording(c);
-  c.def_prop_ro("num_in_flight", &RoutingCapture::num_in_flight, "Snapshots held.")
+  c.def_prop_ro(
+       "num_in_flight", [](const BoundCapture& self) { return self.core.num_in_flight(); },
+       "Snapshots held.")
       .def_prop_ro(
-          "layers", [](const RoutingCapture& self) { return self.config().layers; },
+          "layers", [](const BoundCapture& self) { return self.core.config().layers; },
           "The model's number of each recorded layer.")
-      .def_prop_ro("source", [](const RoutingCapture& self) { return self.config().source; })
+      .def_prop_ro("source", [](const BoundCapture& self) { return self.core.config().source; })
       .def_prop_ro(
           "device",
-          [](const RoutingCapture& self) {
-            return name_of_device(self.config().device, self.config().device_index);
+          [](const BoundCapture& self) {
+            return name_of_device(self.core.config().device, self.core.config().device_index);
           },
           "\"cpu\" or \"cuda:N\".");
-  bind_spec(c, [](const RoutingCapture& self) -> const RoutingSpec& { return self.spec(); });
+  bind_spec(c, [](const BoundCapture& self) -> const RoutingSpec& { return self.core.spec(); });
 }
 
 }  // namespace fanfold::python

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What recording costs: ``RoutingCapture.record`` of one layer against a copy of the ids it reads.
 
-Both take turns in one process on one thread, over the ids of many layers, so that neither finds
+Both take turns in one process on one thread, each on another of many layers, so that neither finds
 its input in a near cache. The copy reads and writes as many bytes as ``record`` reads; ``record``
 writes fewer where cells are narrower than ids. Of both the call from Python is timed, and apart
 from that what the call alone takes: that of a single row.
@@ -101,15 +101,17 @@ def _take_turns(
 ) -> tuple[Nanoseconds, Nanoseconds]:
     """The times of every record, and of the copy after it."""
     copies = np.zeros_like(layers)
+    half = len(layers) // 2
     now, record, copy = time.perf_counter_ns, capture.record, np.copyto
     recorded, copied = [], []
     for step in range(steps + 1):
         capture.begin_step(step)
         for layer, (source, target) in enumerate(zip(layers, copies, strict=True)):
+            other = layers[layer - half]  # which record has not just brought near
             began = now()
             record(layer, source)
             between = now()
-            copy(target, source)
+            copy(target, other)
             ended = now()
             if step > 0:  # the first one touches memory for the first time
                 recorded.append(between - began)

@@ -12,10 +12,6 @@ namespace fanfold::capture {
 namespace {
 
 constexpr std::int64_t kLanes = 32;  // ids that one step stores: a full vector of single bytes
-// How far ahead lines that will be written are fetched: without it stores of as many bytes as are
-// read are slower than memcpy's.
-constexpr std::ptrdiff_t kPrefetchBytes = 1024;
-constexpr std::ptrdiff_t kLineBytes = 64;
 
 __m256i load_vector(const std::byte* from) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
@@ -150,9 +146,6 @@ bool narrow(const void* ids, std::int64_t num_ids, std::int32_t num_experts, voi
   auto* out = static_cast<std::byte*>(to);
   typename From::Check check;
   for (; num_ids >= kLanes; num_ids -= kLanes) {
-    for (std::ptrdiff_t line = 0; line < kLanes * kOutBytes; line += kLineBytes) {
-      __builtin_prefetch(out + kPrefetchBytes + line, 1);
-    }
     narrow_lanes<From, kOutBytes>(in, out, check);
     in += kLanes * From::kBytes;
     out += kLanes * kOutBytes;
