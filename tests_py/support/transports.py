@@ -172,11 +172,41 @@ def _ways_to_make_one(dist: Any, comm: fanfold.Communicator) -> None:
             groups[-1].close()
 
 
+def _managers_across_hosts(dist: Any, comm: fanfold.Communicator) -> None:
+    """vLLM's managers over a group whose ranks are on two hosts."""
+    import torch
+
+    from fanfold.compat import vllm
+    from support.vllm_managers import Batch
+
+    world = dist.group.WORLD
+    with unittest.mock.patch.dict(os.environ, FANFOLD_HOST_ID=f"host {comm.rank // 2}"):
+        for cls in (vllm.AgRsAll2AllManager, vllm.NaiveAll2AllManager):
+            own = cls(world, forward_context=Batch([2] * comm.num_ranks).context)
+            assert own.internode
+            x = torch.full((2, 3), float(comm.rank))
+            ids = torch.full((2, 1), comm.rank)
+            hidden, _, all_ids = own.dispatch(x, x[:, :1], ids, is_sequence_parallel=True)
+            assert all_ids.flatten().tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+            assert torch.equal(hidden[:, 0], all_ids.flatten().float())
+            out = own.combine(hidden * (comm.rank + 1), is_sequence_parallel=True)
+            assert torch.equal(out, x * 10)
+            own.destroy()
+        one_sided = vllm.FlashInferNVLinkOneSidedManager(world, forward_context=lambda: None)
+        assert one_sided.internode
+        with raises(fanfold.Unsupported, "host"):
+            one_sided.get_handle(
+                {"num_experts": 8, "top_k": 2, "max_tokens_per_rank": 8, "hidden": 16}
+            )
+        one_sided.destroy()
+
+
 def scenarios_over_gloo(comm: fanfold.Communicator, store: str) -> dict[str, str]:
     """All of what a communicator must do, and what one over a group must, on one group."""
     with gloo(comm.rank, comm.num_ranks, store) as dist:
         _messages(dist)
         _ways_to_make_one(dist, comm)
+        _managers_across_hosts(dist, comm)
         assert our_threads() == []
         errors = run_all(over_gloo, "gloo")
         assert our_threads() == [] or any(errors.values())

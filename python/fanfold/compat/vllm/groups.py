@@ -37,7 +37,7 @@ def communicator_of(group: Any) -> tuple[Communicator, bool]:
 
     Raises:
         InvalidState: torch.distributed is not initialised.
-        Unsupported: the ranks are on different machines.
+        Unsupported: the ranks are on different machines, and the group is a stateless one.
     """
     if isinstance(group, Communicator):
         return group, False

@@ -29,7 +29,9 @@ class All2AllManager:
 
     Args:
         cpu_group: the ranks that hold experts: a ``torch.distributed`` group, a stateless group of
-            vLLM, or a ``fanfold.Communicator``. They are on one machine.
+            vLLM, or a ``fanfold.Communicator``. On different machines over a group with gloo or a
+            communicator of several hosts, for the managers that gather and the batched one; the
+            exchanges of the others refuse it.
         tcp_store_group: kept as an attribute; nothing needs it.
         dp_group, tp_group: the data- and tensor-parallel groups of this rank, objects with
             ``world_size``, ``rank_in_group`` and ``ranks``, whose numbers are those of
@@ -42,12 +44,12 @@ class All2AllManager:
 
     Raises:
         InvalidArgument: the groups contradict each other.
-        Unsupported: the ranks are on different machines.
+        Unsupported: the ranks are on different machines, and the group is a stateless one.
 
     Attributes:
         rank, world_size: in ``cpu_group``.
         dp_rank, dp_world_size: in ``dp_group``.
-        internode: False: groups are of one machine in this version.
+        internode: whether ranks are on different machines.
         support_fault_tolerance: whether vLLM shall watch the mask.
         device: where tensors lie in this manager's own tensors, such as the mask.
     """
@@ -78,7 +80,7 @@ class All2AllManager:
         self.dp_rank, self.dp_world_size = dp.rank_in_group, dp.world_size
         self.rank: int = self._groups.ep.rank
         self.world_size: int = self._groups.ep.num_ranks
-        self.internode = False
+        self.internode = len(set(self._groups.ep.hosts)) > 1
         self.max_tokens_per_rank = (
             max_tokens_per_rank or vllm_values.max_num_batched_tokens() or DEFAULT_MAX_TOKENS
         )
