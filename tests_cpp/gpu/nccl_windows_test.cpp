@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -106,6 +107,34 @@ TEST(NcclWindowsTest, MemoryOfACommunicatorThatWasResetIsNotUsedAgain) {
     communicator.barrier();
     communicator.close();
   });
+  EXPECT_EQ(cudasim::stats().handles, before.handles);
+  EXPECT_EQ(cudasim::stats().mappings, before.mappings);
+}
+
+TEST(NcclWindowsTest, AnExchangeWhoseMemoryHasEndedRefusesAllButItsClose) {
+  const GpuRanks gpus(2, 2);
+  const cudasim::Stats before = cudasim::stats();
+  for (const bool aborts : {false, true}) {
+    spawn_nccl_ranks(2, 2, [&](Communicator& communicator) {
+      Allocator allocator(communicator, nccl_memory(communicator));
+      const AllToAllConfig config = testing::of_rank(testing::gpu_config(), communicator);
+      AllToAll all_to_all(communicator, config, &allocator);
+      testing::run_round(all_to_all, 1);
+      communicator.barrier();
+      if (aborts && communicator.rank() == 0) communicator.abort("enough");
+      communicator.reset();
+      const auto is_told = [](const std::function<void()>& call) {
+        expect_error<InvalidState>({"its memory, of kind nccl, has ended", "make it anew"}, call);
+      };
+      is_told([&] { testing::run_round(all_to_all, 2); });
+      is_told([&] { all_to_all.set_active_mask({true, true}); });
+      is_told([&] { all_to_all.reset(); });
+      all_to_all.close();
+      AllToAll anew(communicator, config, &allocator);
+      testing::run_round(anew, 3);
+      anew.close();
+    });
+  }
   EXPECT_EQ(cudasim::stats().handles, before.handles);
   EXPECT_EQ(cudasim::stats().mappings, before.mappings);
 }

@@ -220,6 +220,7 @@ void AllToAll::Impl::require_usable() const {
 
 void AllToAll::Impl::require_not_failed() const {
   require_usable();
+  exchange_->require_memory();
   exchange_->communicator()->group().check_thread(what().c_str());
   if (!session_->has_failed()) {
     run([this] { exchange_->throw_if_kernels_failed(); });
@@ -400,6 +401,7 @@ void AllToAll::Impl::abort(const std::string& reason) {
 }
 
 void AllToAll::Impl::reset(base::Deadline limit) {
+  exchange_->require_memory();
   exchange_->communicator()->group().check_thread("reset");
   exchange_->check_no_capture("reset");
   // First: when this rank's wait fails, peers that came through may already send.

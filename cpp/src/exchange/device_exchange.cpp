@@ -176,6 +176,13 @@ void DeviceExchange::upload_host_words() {
                   offsetof(exec::DeviceControl, has_failed));
 }
 
+void DeviceExchange::require_memory() const {
+  if (window_->is_usable()) return;
+  throw InvalidState(str(what(),
+                         ": its memory, of kind nccl, has ended with NCCL's communicator (reset, "
+                         "abort or close); close it and make it anew"));
+}
+
 void DeviceExchange::check_no_capture(const char* call) const {
   try {
     device_->check_no_capture();

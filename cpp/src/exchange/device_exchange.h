@@ -48,6 +48,7 @@ class DeviceExchange : public Exchange {
   void combine_recv(Slot& slot, const CombineCall& call) override;
   void release(Slot& slot) override;
 
+  void require_memory() const override;
   void check_no_capture(const char* call) const override;
   void finish_work(const std::vector<bool>* next_active) override;
   void set_active(const std::vector<bool>& active) override;

@@ -123,6 +123,8 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   virtual std::uint32_t generation() const noexcept = 0;
 
   // On a GPU a call enqueues on a stream. Elsewhere these do nothing.
+  /// @throws InvalidState  its memory has ended before it.
+  virtual void require_memory() const {}
   virtual bool kernels_have_failed() const noexcept { return false; }
   /// Throws what kernels have reported. Does not wait.
   virtual void throw_if_kernels_failed() {}

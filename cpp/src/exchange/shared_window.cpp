@@ -38,6 +38,11 @@ const base::Mapping& SharedWindow::own_control() const noexcept {
   return *control_windows_[static_cast<std::size_t>(communicator_->group().rank())];
 }
 
+bool SharedWindow::is_usable() const {
+  const auto& block = memory_.block();
+  return block == nullptr || !block->is_usable || block->is_usable();
+}
+
 SharedWindow::~SharedWindow() { leave(); }
 
 void SharedWindow::leave() noexcept {

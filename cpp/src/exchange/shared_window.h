@@ -36,6 +36,8 @@ class SharedWindow {
   const std::vector<std::byte*>& bases() const noexcept { return bases_; }
   /// Keeps the windows mapped while held. Empty after `close`.
   const SymmetricMemory& memory() const noexcept { return memory_; }
+  /// False where the memory ended with what carried it: NCCL's communicator.
+  bool is_usable() const;
   /// Where control areas have windows of their own: this rank's control area.
   const base::Mapping& own_control() const noexcept;
   /// Tells the peers that this rank uses the windows no more. Idempotent, never waits.

@@ -93,11 +93,10 @@ class GpuSource final : public memory::WindowSource {
     return as_windows(shared.windows);
   }
 
-  bool are_usable(const comm::Windows& windows) const override {
+  std::function<bool()> usability(const comm::Windows& windows) const override {
     const auto made = made_.find(windows.front().get());
-    if (made == made_.end()) return true;
-    const std::shared_ptr<NcclWindows> of_nccl = made->second.lock();
-    return of_nccl != nullptr && of_nccl->are_usable();
+    if (made == made_.end()) return {};
+    return [of_nccl = made->second.lock()] { return of_nccl != nullptr && of_nccl->are_usable(); };
   }
 
   std::shared_ptr<std::byte> allocate_private(std::int64_t bytes) override {

@@ -2,6 +2,7 @@
 #include "fanfold/allocator.h"
 
 #include <algorithm>
+#include <functional>
 #include <new>
 #include <optional>
 #include <utility>
@@ -83,7 +84,8 @@ std::vector<Allocator::Impl::Cached>::iterator Allocator::Impl::smallest_fit(std
 
 void Allocator::Impl::drop_unusable() {
   for (auto it = cache_.begin(); it != cache_.end();) {
-    if (source_->are_usable(it->windows)) {
+    const std::function<bool()> is_usable = source_->usability(it->windows);
+    if (!is_usable || is_usable()) {
       ++it;
       continue;
     }
@@ -134,6 +136,7 @@ SymmetricMemory Allocator::Impl::allocate(std::int64_t bytes, std::int64_t zero_
     cache_.erase(fit);
     const auto block = std::make_shared<SymmetricMemory::Block>(
         std::move(cached.windows), cached.id, source_->memory(), ledger_);
+    block->is_usable = source_->usability(block->windows);
     ledger_->reuse_block(block->bytes());
     zero(block->windows, zero_bytes, deadline);
     return SymmetricMemory(block);
@@ -142,6 +145,7 @@ SymmetricMemory Allocator::Impl::allocate(std::int64_t bytes, std::int64_t zero_
   comm::Windows windows = make_windows(id, bytes, deadline);
   const auto block =
       std::make_shared<SymmetricMemory::Block>(std::move(windows), id, source_->memory(), ledger_);
+  block->is_usable = source_->usability(block->windows);
   ledger_->add_block(block->bytes());
   if (own_buffers_) zero(block->windows, zero_bytes, deadline);
   return SymmetricMemory(block);

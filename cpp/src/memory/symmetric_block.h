@@ -4,6 +4,7 @@
 // What stands behind SymmetricMemory.
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -58,6 +59,7 @@ struct SymmetricMemory::Block {
   std::int64_t id;  // the same on every rank, never given twice by one allocator
   AllocatorMemory memory;
   std::shared_ptr<memory::Ledger> ledger;
+  std::function<bool()> is_usable;  // see memory::WindowSource::usability
   bool is_freed = false;
 };
 

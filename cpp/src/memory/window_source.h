@@ -4,6 +4,7 @@
 // Where symmetric memory comes from: the host's, or a GPU's.
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 
 #include "base/clock.h"
@@ -23,8 +24,8 @@ class WindowSource {
 
   /// A zeroed window of at least `bytes` on each rank. Collective, as Group::share_windows.
   virtual comm::Windows make_windows(std::int64_t bytes, base::Deadline deadline) = 0;
-  /// Whether windows of `make_windows` may still be used.
-  virtual bool are_usable(const comm::Windows& /*windows*/) const { return true; }
+  /// Tells, on any thread, whether windows of `make_windows` may still be used; empty: always.
+  virtual std::function<bool()> usability(const comm::Windows& /*windows*/) const { return {}; }
   /// Private memory of this rank that begins on 128 bytes.
   virtual std::shared_ptr<std::byte> allocate_private(std::int64_t bytes) = 0;
   virtual AllocatorMemory memory() const = 0;
