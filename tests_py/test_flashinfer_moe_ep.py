@@ -168,6 +168,8 @@ def test_wrong_calls_are_named(moe_ep: Any) -> None:
         made.dispatch(x, ids[:1])
     with pytest.raises(ValueError, match="runtime_max_tokens_per_rank: expected 1 to 4"):
         made.dispatch(x, ids, max_tokens_per_rank=5)
+    with pytest.raises(ValueError, match=r"runtime_max_tokens_per_rank: expected 1 to 4.*got 0"):
+        made.dispatch(x, ids, max_tokens_per_rank=0)
     with pytest.raises(ValueError, match="requires enable_rank_mask=True"):
         made.dispatch(x, ids, active_rank_mask=made.active_rank_mask([0]))
     made.dispatch(x, ids)

@@ -50,8 +50,31 @@ def test_equal_arguments_give_one_exchange() -> None:
         assert handle.exchange(top_k=2, layout="expert_major", weighting="origin") is exchange
         own.destroy()
         assert exchange.is_closed
-        with pytest.raises(fanfold.InvalidState, match="was destroyed"):
-            own.get_handle(full)
+        for arguments in (full, LL_ARGUMENTS):
+            with pytest.raises(fanfold.InvalidState, match="was destroyed"):
+                own.get_handle(arguments)
+        own.destroy()
+
+    spawn_threads(2, rank)
+
+
+def test_tables_are_arguments_by_value() -> None:
+    """Also those that are printed in part, and types by any of their names."""
+
+    def rank(comm: fanfold.Communicator) -> None:
+        own = manager(vllm.BatchedAll2AllManager, comm, Batch([1, 1]))
+        config = {"num_experts": 2048, "top_k": 2, "max_tokens_per_rank": 4, "hidden": 8}
+        table = torch.arange(2048) % 2
+        other = table.clone()
+        other[1000:1002] = torch.tensor([1, 0])
+        forms = (table, table.numpy(), table.tolist(), tuple(table.tolist()))
+        exchange = own.get_handle({**config, "placement": table.tolist(), "dtype": "float32"})
+        for form in forms:
+            same = {**config, "placement": form, "dtype": torch.float32}
+            assert own.get_handle(same) is exchange
+        made = own.get_handle({**config, "placement": other.numpy(), "dtype": "float32"})
+        assert made is not exchange
+        assert made.local_experts != exchange.local_experts
         own.destroy()
 
     spawn_threads(2, rank)

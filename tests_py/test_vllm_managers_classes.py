@@ -22,6 +22,7 @@ from support.vllm_managers import (
     each_rank,
     high_throughput,
     layer_output,
+    left_to_do,
     local_experts,
     low_latency,
     manager,
@@ -291,7 +292,8 @@ def test_two_micro_batches_are_open_at_once(name: str, monkeypatch: pytest.Monke
                 rows, _, _, ids, weights = received[number]()
                 y = batch.by_row(rows, ids, weights, local)
             output = torch.empty(x.shape)
-            hooks.append(layer.finalize_async(output, y, weights, ids, False, DELEGATE))
+            more = (weights, ids, False, left_to_do(layer))
+            hooks.append(layer.finalize_async(output, y, *more))
             outputs.append(output)
         for hook in hooks:
             if name == "low_latency":

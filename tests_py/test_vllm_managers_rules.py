@@ -14,12 +14,14 @@ from support.vllm_managers import (
     BY_ROW,
     DELEGATE,
     FP8_BLOCKS,
+    NO_OP,
     UNQUANTISED,
     Batch,
-    TopKWeightAndReduceNoOP,
+    TopKWeightAndReduceContiguous,
     each_rank,
     expert_map,
     layer_output,
+    left_to_do,
     local_experts,
     manager_of,
     one_sided,
@@ -103,7 +105,7 @@ def test_round_robin_placement(name: str) -> None:
         else:
             y = batch.by_row(rows, new_ids, new_weights, local)
         output = torch.empty(x.shape)
-        layer.finalize(output, y, weights, ids, False, DELEGATE)
+        layer.finalize(output, y, weights, ids, False, left_to_do(layer))
         assert torch.equal(output, batch.dense(comm.rank))
 
     each_rank(2, batch, ALL[name], body, placement="round_robin")
@@ -139,7 +141,7 @@ def test_quantised_rows_travel_with_their_scales(name: str) -> None:
         local = local_experts(6, comm.rank, 2)
         y = batch.by_row(wide, new_ids, new_weights, local)
         output = torch.empty(x.shape)
-        layer.finalize(output, y, new_weights, new_ids, False, DELEGATE)
+        layer.finalize(output, y, new_weights, new_ids, False, left_to_do(layer))
         sent, own_scales = quantize(x, fp8)
         rounded = Batch(batch.num_tokens)
         first = sum(batch.num_tokens[: comm.rank])
@@ -176,7 +178,7 @@ def test_experts_may_write_where_nothing_is_copied(name: str) -> None:
             buffer.copy_(batch.by_row(rows, new_ids, new_weights, local))
             weights, ids = new_weights, new_ids
         output = torch.empty(x.shape)
-        layer.finalize(output, buffer, weights, ids, False, DELEGATE)
+        layer.finalize(output, buffer, weights, ids, False, left_to_do(layer))
         assert torch.equal(output, batch.dense(comm.rank))
 
     each_rank(2, batch, ALL[name], body)
@@ -191,7 +193,7 @@ def test_results_that_were_written_over_the_rows(name: str) -> None:
             rows, _, _, ids, weights = prepare(layer, batch, comm.rank)
             rows.mul_(weights)
             output = torch.empty(batch.of(comm.rank)[0].shape)
-            layer.finalize(output, rows, weights, ids, False, TopKWeightAndReduceNoOP())
+            layer.finalize(output, rows, weights, ids, False, NO_OP)
             x, own_weights, _ = batch.of(comm.rank)
             assert torch.equal(output, x * own_weights)
 
@@ -211,6 +213,59 @@ def test_a_prepare_that_nobody_finalizes_ends_with_the_next(name: str) -> None:
     each_rank(2, batch, ALL[name], body)
 
 
+@pytest.mark.parametrize("name", [*BY_EXPERT, *BY_ROW])
+def test_a_map_that_changes_is_checked_again(name: str) -> None:
+    batch = Batch([2, 3])
+
+    def body(layer: Any, comm: fanfold.Communicator) -> None:
+        local = expert_map(6, local_experts(6, comm.rank, 2))
+        x, weights, ids = batch.of(comm.rank)
+        ids = ids.to(layer.topk_indices_dtype() or torch.int64)
+        for known in (None, local, local):
+            layer.prepare(x, weights, ids, 6, known, False, UNQUANTISED)
+        local.copy_(expert_map(6, local_experts(6, 1 - comm.rank, 2)))
+        with pytest.raises(fanfold.InvalidArgument, match="expert_map: expected the experts of"):
+            layer.prepare(x, weights, ids, 6, local, False, UNQUANTISED)
+        layer_output(layer, batch, comm.rank, 2)
+
+    each_rank(2, batch, ALL[name], body)
+
+
+@pytest.mark.parametrize("impl", [TopKWeightAndReduceContiguous(), DELEGATE])
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("name", [*BY_ROW, "gather_scatter", "naive"])
+def test_what_the_experts_left_to_do_is_done(name: str, top_k: int, impl: Any) -> None:
+    """Also where results have two dimensions, and so look like those of experts that did it."""
+    batch = Batch([2, 0, 3], top_k=top_k)
+
+    def body(layer: Any, comm: fanfold.Communicator) -> None:
+        local = local_experts(6, comm.rank, 3)
+        for is_flat in (False, True):
+            rows, _, _, ids, weights = prepare(layer, batch, comm.rank)
+            ids = batch.of(comm.rank)[2] if ids is None else ids
+            y = batch.per_row_and_expert(rows, ids, local)
+            output = torch.full(batch.of(comm.rank)[0].shape, torch.nan)
+            layer.finalize(output, y.flatten(0, 1) if is_flat else y, weights, ids, False, impl)
+            assert torch.equal(output, batch.dense(comm.rank))
+
+    each_rank(3, batch, ALL[name], body)
+
+
+def test_one_result_per_row_of_several_experts_has_nothing_left_to_do() -> None:
+    batch = Batch([2, 2])
+
+    def body(layer: Any, comm: fanfold.Communicator) -> None:
+        rows, _, _, ids, weights = prepare(layer, batch, comm.rank)
+        output = torch.empty(batch.of(comm.rank)[0].shape)
+        y = batch.by_row(rows, ids, weights, local_experts(6, comm.rank, 2))
+        with pytest.raises(fanfold.InvalidArgument, match=r"each of 4 rows and 2 experts.*NoOP"):
+            layer.finalize(output, y, weights, ids, False, DELEGATE)
+        layer.finalize(output, y, weights, ids, False, NO_OP)
+        assert torch.equal(output, batch.dense(comm.rank))
+
+    each_rank(2, batch, one_sided, body)
+
+
 def test_results_of_another_shape_leave_the_round_open() -> None:
     batch = Batch([2, 2])
 
@@ -219,9 +274,9 @@ def test_results_of_another_shape_leave_the_round_open() -> None:
         rows, _, _, new_ids, new_weights = prepare(layer, batch, comm.rank)
         output = torch.empty(x.shape)
         with pytest.raises(fanfold.InvalidArgument, match="a result for each row"):
-            layer.finalize(output, rows[:3].clone(), weights, ids, False, DELEGATE)
+            layer.finalize(output, rows[:3].clone(), weights, ids, False, NO_OP)
         y = batch.by_row(rows, new_ids, new_weights, local_experts(6, comm.rank, 2))
-        layer.finalize(output, y, new_weights, new_ids, False, DELEGATE)
+        layer.finalize(output, y, new_weights, new_ids, False, left_to_do(layer))
         assert torch.equal(output, batch.dense(comm.rank))
 
     each_rank(2, batch, one_sided, body)

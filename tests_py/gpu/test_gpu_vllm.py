@@ -66,11 +66,11 @@ def step(layer: Any, batch: Batch, rank: int, *, phases: bool = False, direct: b
         results = batch.by_row(rows.cpu(), ids.cpu(), weights.cpu(), local)
     y = cuda(results)
     if direct:
-        place = layer.allocate_fused_expert_output(y.shape, y.dtype, y.device, layers.DELEGATE)
+        place = layer.allocate_fused_expert_output(y.shape, y.dtype, y.device, None)
         assert place is not None
         y = place.copy_(y)
     output = torch.full((batch.num_tokens[rank], batch.hidden), 7.0, device="cuda").to(batch.dtype)
-    arguments = (output, y, weights, ids, False, layers.DELEGATE)
+    arguments = (output, y, weights, ids, False, layers.left_to_do(layer))
     if phases:
         hook, receiver = layer.finalize_async(*arguments)
         hook()

@@ -24,10 +24,37 @@ class TopKWeightAndReduceDelegate:
 
 
 class TopKWeightAndReduceNoOP:
-    """Another one, which must not be asked for anything."""
+    """Known by its name, too: nothing is left to do."""
+
+
+class TopKWeightAndReduceContiguous:
+    """Does what vLLM's class of this name does."""
+
+    def apply(
+        self,
+        output: Any,
+        fused_expert_output: Any,
+        topk_weights: Any,
+        topk_ids: Any,
+        apply_router_weight_on_input: bool,
+    ) -> Any:
+        assert output is None
+        rows, num_picks = topk_ids.shape
+        results = fused_expert_output.view(rows, num_picks, fused_expert_output.shape[-1])
+        if not apply_router_weight_on_input:
+            results = results * topk_weights[..., None]
+        return results.sum(1)
 
 
 DELEGATE = TopKWeightAndReduceDelegate()
+NO_OP = TopKWeightAndReduceNoOP()
+
+
+def left_to_do(layer: Any) -> Any:
+    """The impl of experts that give one weighted result per row, or, by expert, unweighted ones."""
+    return DELEGATE if layer.activation_format.name == "BatchedExperts" else NO_OP
+
+
 FP8_BLOCKS = SimpleNamespace(quant_dtype=torch.float8_e4m3fn, block_shape=[128, 128])
 
 
@@ -289,7 +316,7 @@ def layer_output(
         poisons = not isinstance(layer, vllm.MoEPrepareAndFinalizeNaiveDPEPModular)
         results = batch.by_row(rows, ids, weights, local, on_input=on_input, poisons=poisons)
     output = torch.full((batch.num_tokens[rank], batch.hidden), torch.nan, dtype=batch.dtype)
-    reduce = TopKWeightAndReduceDelegate()
+    reduce = DELEGATE if per_expert else left_to_do(layer)
     layer.finalize(output, results, weights, ids, on_input, reduce)
     after = batch.of(rank)
     for tensor, before in zip(after, given, strict=True):

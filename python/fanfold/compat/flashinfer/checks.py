@@ -78,6 +78,25 @@ def active_ranks(enabled: bool, mask: Any, ep_rank: int, ep_size: int) -> list[b
     return active
 
 
+def check_mask_of_dispatch(given: list[bool] | None, dispatched: list[bool] | None) -> None:
+    """Raise ``Refused`` where a combine names other ranks than its dispatch; no mask: all."""
+    ranks = given or dispatched or []
+    everyone = [True] * len(ranks)
+    if (given or everyone) != (dispatched or everyone):
+        raise Refused("active_rank_mask: expected the mask of the dispatch")
+
+
+def check_ids_to_sanitize(payload: Any, top_k: int, index: int) -> None:
+    """Raise ``InvalidArgument`` where a payload cannot be ids that ``sanitize`` overwrites."""
+    kinds = (torch().int16, torch().int32, torch().int64)
+    if payload.dtype in kinds and list(payload.shape[1:]) == [top_k]:
+        return
+    raise InvalidArgument(
+        f"expert_id_payload_index: expected ids [tokens, {top_k}] int16, int32 or int64 in payload "
+        f"{index}, got {list(payload.shape)} {payload.dtype}"
+    )
+
+
 def check_dispatch(kept: WorkspaceRank, call: Dispatch) -> None:
     """Check what can be checked before a byte moves or memory is made."""
     check_call(call, kept.ep_size, kept.max_num_tokens, kept.num_stats)

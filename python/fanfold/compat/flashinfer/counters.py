@@ -3,7 +3,8 @@
 
 Fanfold has no use for them; they are there for code that looks into the workspace through the
 offset table. Unlike FlashInfer's, slots are in the order of the tokens, and a rank that is masked
-out has 0 for what it sent.
+out has 0 for what it sent. The tables have 22 columns at most: of a round with more ids per token
+they hold -1.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fanfold.compat.flashinfer.exchanges import OpenRound
+from fanfold.compat.flashinfer.sizes import MAX_TOP_K
 from fanfold.compat.flashinfer.with_torch import torch
 
 
@@ -34,6 +36,8 @@ def write(row: Any, offsets: list[int], epochs: tuple[int, int], opened: OpenRou
     _put(row, offsets[3], opened.counts)
     _fill(row, offsets[4], [epochs[0] * is_active for is_active in active])
     _fill(row, offsets[5], [epochs[1] * is_active for is_active in active])
+    if ids.shape[1] > MAX_TOP_K:
+        targets = indices = torch().full_like(ids[:, :MAX_TOP_K], -1)
     _put(row, offsets[6], targets)
     _put(row, offsets[7], indices)
     if opened.stats is not None:

@@ -259,10 +259,10 @@ def moe_a2a_combine(
         ),
         top_k=(top_k, int(opened.call.topk_ids.shape[1])),
         combine_payload_offset=(combine_payload_offset, kept.combine_offset()),
-        active_rank_mask=(
-            checks.active_ranks(enable_rank_mask, active_rank_mask, ep_rank, ep_size),
-            opened.call.active,
-        ),
+    )
+    checks.check_mask_of_dispatch(
+        checks.active_ranks(enable_rank_mask, active_rank_mask, ep_rank, ep_size),
+        opened.call.active,
     )
     out = checks.combine(
         kept,

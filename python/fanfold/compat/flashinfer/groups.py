@@ -8,7 +8,6 @@ expert-parallel size), and its size is checked; FlashInfer takes the tensor-para
 from __future__ import annotations
 
 import contextlib
-import functools
 import pickle
 import threading
 import weakref
@@ -275,10 +274,15 @@ def _check_backend(backend: Any) -> None:
         )
 
 
-@functools.cache
+_here = threading.local()
+
+
 def _one_rank() -> CommunicatorBackend:
-    """The backend of a world of one rank, which needs nobody to be found."""
-    return CommunicatorBackend(_core.Communicator.threads(1)[0])
+    """The backend of a world of one rank, which needs nobody to be found; one for each thread."""
+    if not hasattr(_here, "one_rank"):
+        _here.one_rank = CommunicatorBackend(_core.Communicator.threads(1)[0])
+    backend: CommunicatorBackend = _here.one_rank
+    return backend
 
 
 def _default_backend(mapping: Mapping) -> Any:

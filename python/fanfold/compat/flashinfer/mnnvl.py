@@ -111,10 +111,15 @@ class MnnvlMemory:
 
     @staticmethod
     def get_comm(mapping: Mapping) -> _core.Communicator:
-        """The communicator of this mapping's group; made by the default backend if need be."""
+        """The communicator of this mapping's group; made by the default backend if need be.
+
+        Where nobody has set one, each thread has its own of a world of one rank.
+        """
         with MnnvlMemory._lock:
             communicator = MnnvlMemory._comms.get(_key(mapping))
         if communicator is None or communicator.is_closed:
+            if mapping.world_size == 1:
+                return groups.communicator_of(mapping)
             MnnvlMemory.set_comm_from_config(mapping)
             with MnnvlMemory._lock:
                 communicator = MnnvlMemory._comms[_key(mapping)]

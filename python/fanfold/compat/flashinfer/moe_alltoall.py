@@ -277,6 +277,8 @@ class MoeAlltoAll:
             raise InvalidArgument(
                 f"expert_id_payload_index: expected 0 to {len(input_payloads) - 1}, got {index}"
             )
+        if invalid_token_expert_id is not None and index is not None:
+            checks.check_ids_to_sanitize(input_payloads[index], self.top_k, index)
         call = Dispatch(
             topk_ids=token_selected_experts,
             payloads=input_payloads,
@@ -339,8 +341,7 @@ class MoeAlltoAll:
         if opened is None:
             raise CallOrder("combine called before successful dispatch")
         self._check_rows(runtime_max_tokens_per_rank)
-        if self._active(active_rank_mask) != opened.call.active:
-            raise Refused("active_rank_mask: expected the mask of the dispatch")
+        checks.check_mask_of_dispatch(self._active(active_rank_mask), opened.call.active)
         self._kept.check_room(
             sum(view.numel() * view.element_size() for view in opened.payloads),
             payload.numel() * payload.element_size(),

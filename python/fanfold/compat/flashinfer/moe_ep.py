@@ -200,7 +200,9 @@ class RankMajorExchange:
         if self._round is not None:
             raise CallOrder("dispatch called twice without combine")
         params = self._params
-        rows = max_tokens_per_rank or runtime_max_tokens_per_rank or params.max_tokens_per_rank
+        rows = params.max_tokens_per_rank
+        for given in (runtime_max_tokens_per_rank, max_tokens_per_rank):
+            rows = rows if given is None else given
         if list(topk_ids.shape) != [hidden_states.shape[0], params.top_k]:
             raise Refused(
                 f"topk_ids: expected [{hidden_states.shape[0]}, {params.top_k}], got "
@@ -269,8 +271,8 @@ class RankMajorExchange:
         opened = self._round
         if opened is None:
             raise CallOrder("combine called before dispatch")
-        if active_rank_mask is not None and self._active(active_rank_mask) != opened.call.active:
-            raise Refused("active_rank_mask: expected the mask of the dispatch")
+        if active_rank_mask is not None:
+            checks.check_mask_of_dispatch(self._active(active_rank_mask), opened.call.active)
         rows = self.num_ranks * opened.call.round_max_tokens
         if expert_output.dim() == 2 and expert_output.shape[0] == rows:
             expert_output = expert_output.unflatten(0, (self.num_ranks, -1))

@@ -80,22 +80,33 @@ class WorkspaceRank:
             self.own = None
 
     def regions(self) -> list[Region]:
-        """The bytes that name the latest dispatch's payloads: by capacity, in their order."""
-        rows = self.ep_size * self.max_num_tokens
+        """The bytes that name the latest dispatch's payloads, in their order."""
+        widths = self._widths()
+        rows = self._named_rows(sum(widths))
         offset = self.offsets[-1]
         found = []
-        for payload in [] if self.latest is None else self.latest.payloads:
-            num_bytes = int(payload.numel() * payload.element_size())
-            found.append(Region(offset, num_bytes, payload))
-            offset += rows * int(math.prod(payload.shape[2:]) * payload.element_size())
+        payloads = [] if self.latest is None else self.latest.payloads
+        for payload, width in zip(payloads, widths, strict=True):
+            found.append(Region(offset, int(payload.numel() * payload.element_size()), payload))
+            offset += rows * width
         return found
 
     def combine_offset(self) -> int:
-        """The byte that names the latest dispatch's results: behind the payloads' at capacity."""
-        rows = self.ep_size * self.max_num_tokens
+        """The byte that names the latest dispatch's results: behind the payloads'."""
+        width = sum(self._widths())
+        return sizes.aligned(self.offsets[-1] + self._named_rows(width) * width)
+
+    def _widths(self) -> list[int]:
+        """Bytes of one row of each payload."""
         payloads = [] if self.latest is None else self.latest.payloads
-        width = sum(math.prod(each.shape[2:]) * each.element_size() for each in payloads)
-        return sizes.aligned(self.offsets[-1] + rows * int(width))
+        return [int(math.prod(each.shape[2:]) * each.element_size()) for each in payloads]
+
+    def _named_rows(self, width: int) -> int:
+        """Rows that bytes stand for: the capacity, or where those end before it, the round's."""
+        rows = self.ep_size * self.max_num_tokens
+        if self.latest is None or self.offsets[-1] + rows * width < self.size_per_rank:
+            return rows
+        return self.ep_size * self.latest.call.round_max_tokens
 
     def write_counters(self, workspace: Any) -> None:
         """Put counters and routing tables of the latest dispatch into this rank's row."""

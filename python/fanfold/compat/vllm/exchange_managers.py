@@ -8,6 +8,7 @@ from typing import Any
 
 from fanfold.all_to_all import AllToAll
 from fanfold.compat.vllm import vllm_values
+from fanfold.compat.vllm.exchanges import value_of
 from fanfold.compat.vllm.manager_base import All2AllManager
 from fanfold.errors import InvalidArgument
 
@@ -66,8 +67,8 @@ class DeepEPManager(All2AllManager):
         config = self.config_of(kwargs)
         if "top_k" in config:
             return self.exchange(config)
-        key = tuple(sorted((name, str(value)) for name, value in config.items()))
-        return self._handles.setdefault(key, Handle(self, config))
+        self._exchanges.check_open()
+        return self._handles.setdefault(value_of(config), Handle(self, config))
 
     def config_of(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """vLLM's arguments as those of ``fanfold.AllToAll``."""

@@ -29,7 +29,7 @@ class Exchanges:
 
     def get(self, communicator: Communicator, config: Mapping[str, Any]) -> AllToAll:
         """The exchange of this configuration; equal ones are one object."""
-        key = (id(communicator), _value(config))
+        key = (id(communicator), value_of(config))
         if key not in self._by_value:
             self._by_value[key] = self._make(communicator, config)
         return self._by_value[key]
@@ -42,7 +42,7 @@ class Exchanges:
         One that is too small is closed, with its open round, and made anew with the larger of each
         size.
         """
-        key = (id(communicator), _value(config))
+        key = (id(communicator), value_of(config))
         sizes = dict(room)
         if key in self._grown:
             had, exchange = self._grown[key]
@@ -94,9 +94,13 @@ class Exchanges:
         self.drop()
         self._is_closed = True
 
-    def _make(self, communicator: Communicator, config: Mapping[str, Any]) -> AllToAll:
+    def check_open(self) -> None:
+        """Raise ``InvalidState`` after ``close``."""
         if self._is_closed:
             raise InvalidState("all2all manager: was destroyed; make a new one")
+
+    def _make(self, communicator: Communicator, config: Mapping[str, Any]) -> AllToAll:
+        self.check_open()
         made = AllToAll(communicator, **config)
         if self._num_workers is not None:
             made.set_num_workers(self._num_workers)
@@ -105,13 +109,17 @@ class Exchanges:
         return made
 
 
-def _value(config: Mapping[str, Any]) -> Any:
-    return tuple(sorted((name, _hashable(value)) for name, value in config.items()))
+def value_of(config: Mapping[str, Any]) -> Any:
+    """Something hashable that is equal for equal arguments."""
+    return tuple((name, _hashable(config[name])) for name in sorted(config))
 
 
 def _hashable(value: Any) -> Any:
-    """Something that is equal for equal values, and sorts beside others of its name."""
-    return tuple(value) if isinstance(value, list) else str(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(_hashable(each) for each in value)
+    if hasattr(value, "tolist"):  # arrays and tensors, whose str() may leave numbers out
+        return _hashable(value.tolist())
+    return value if isinstance(value, (int, float)) else name_of(value)
 
 
 def row_bytes(tensor: Any) -> int:

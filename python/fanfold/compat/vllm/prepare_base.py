@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,7 +162,7 @@ class ExchangingClass(PrepareAndFinalize, ABC):
         self._placement = placement
         self._quantize = quantize
         self._rounds: dict[int, OpenRound] = {}
-        self._checked: weakref.ref[AllToAll] | None = None
+        self._checked: tuple[Callable[[], AllToAll | None], Any, Any] = (lambda: None, None, None)
 
     # --- The two halves -------------------------------------------------------------------------
 
@@ -391,10 +391,12 @@ class ExchangingClass(PrepareAndFinalize, ABC):
             if received.is_open:
                 received.release()
         exchange = self._exchange(rows)
-        # Once for each exchange: on a GPU reading the map waits.
-        if self._checked is None or self._checked() is not exchange:
+        # Once for each exchange and each content of the map: on a GPU reading it waits.
+        version = getattr(expert_map, "_version", None)  # torch counts what writes to a tensor
+        known, known_map, known_version = self._checked
+        if known() is not exchange or known_map is not expert_map or known_version != version:
             check_experts(exchange, rows.num_experts, expert_map)
-            self._checked = weakref.ref(exchange)
+            self._checked = weakref.ref(exchange), expert_map, version
         return exchange
 
     def _round(self, ubatch: int) -> OpenRound:

@@ -131,10 +131,11 @@ class MoEPrepareAndFinalizeNaiveDPEPModular(_NaiveDPEP):
 
         Args:
             output: overwritten.
-            fused_expert_output: ``[sum of T, H]``, or ``[sum of T, K, H]``.
+            fused_expert_output: ``[sum of T, H]``, or, where the impl has something left to do,
+                ``[sum of T, K, H]`` or ``[sum of T * K, H]``.
             topk_weights, topk_ids: those of ``prepare``.
             apply_router_weight_on_input: as in ``prepare``.
-            weight_and_reduce_impl: what weights and adds ``[sum of T, K, H]``.
+            weight_and_reduce_impl: vLLM's object that says what is left to do with results.
 
         Raises:
             As ``GatherManager.combine``.

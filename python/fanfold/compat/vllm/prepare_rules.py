@@ -60,14 +60,21 @@ def reduced(
     apply_router_weight_on_input: bool,
     weight_and_reduce_impl: Any,
 ) -> Any:
-    """One result per row, of results that may still be one per row and expert.
+    """One weighted result per row, with what the impl says is left to do.
 
-    ``[rows, H]`` is given back. ``[rows, K, H]`` is weighted and added by the impl, or, where that
-    delegates it, here: in float32, k ascending, results without a local expert being zeros.
+    None for ``[rows, H]``, and ``TopKWeightAndReduceNoOP``: nothing. None for ``[rows, K, H]``, and
+    ``TopKWeightAndReduceDelegate`` for that or ``[rows * K, H]``: weighted and added here, in
+    float32, k ascending, results without a local expert being zeros. Any other does it itself.
+
+    Raises:
+        InvalidArgument: the impl delegates it, and the results are not one per row and expert.
     """
-    if fused_expert_output.ndim != 3:
+    if weight_and_reduce_impl is None:
+        if fused_expert_output.ndim != 3:
+            return fused_expert_output
+    elif vllm_types.is_no_op(weight_and_reduce_impl):
         return fused_expert_output
-    if weight_and_reduce_impl is not None and not vllm_types.is_delegate(weight_and_reduce_impl):
+    elif not vllm_types.is_delegate(weight_and_reduce_impl):
         return weight_and_reduce_impl.apply(
             output=None,
             fused_expert_output=fused_expert_output,
@@ -75,6 +82,17 @@ def reduced(
             topk_ids=topk_ids,
             apply_router_weight_on_input=apply_router_weight_on_input,
         )
+    rows, num_picks = topk_weights.flatten(0, -2).shape
+    if fused_expert_output.shape[:-1].numel() != rows * num_picks:
+        raise InvalidArgument(
+            f"fused_expert_output: expected a result for each of {rows} rows and {num_picks} "
+            f"experts, as TopKWeightAndReduceDelegate says, got shape "
+            f"{list(fused_expert_output.shape)}; results that are weighted and added already come "
+            "with TopKWeightAndReduceNoOP"
+        )
+    hidden = fused_expert_output.shape[-1]
+    fused_expert_output = fused_expert_output.reshape(rows, num_picks, hidden)
+    topk_weights = topk_weights.reshape(rows, num_picks)
     total = torch().zeros_like(fused_expert_output[:, 0], dtype=torch().float32)
     for k in range(fused_expert_output.shape[1]):
         result = fused_expert_output[:, k].float()

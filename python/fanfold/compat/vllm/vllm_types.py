@@ -55,6 +55,11 @@ def is_delegate(weight_and_reduce_impl: Any) -> bool:
     return type(weight_and_reduce_impl).__name__ == "TopKWeightAndReduceDelegate"
 
 
+def is_no_op(weight_and_reduce_impl: Any) -> bool:
+    """Whether the experts have weighted and added their results."""
+    return type(weight_and_reduce_impl).__name__ == "TopKWeightAndReduceNoOP"
+
+
 def for_vllm(cls: type) -> type:
     """The class as a subclass of vLLM's base class too, which ``FusedMoEKernel`` insists on.
 
