@@ -302,7 +302,7 @@ def test_combine_of_rows_with_an_adapter_of_their_own(
 
 
 @pytest.mark.parametrize(
-    ("case", "zero_copy"), [(COMBINES[0], True), ((4, 16, 7168, 8), True), ((4, 8, 4096, 8), False)]
+    ("case", "zero_copy"), [(COMBINES[0], True), ((8, 16, 7168, 8), True), (COMBINES[4], False)]
 )
 def test_combine_of_results_in_low_precision(
     case: tuple[int, int, int, int], zero_copy: bool

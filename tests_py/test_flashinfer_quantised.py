@@ -100,7 +100,13 @@ def arguments(mode: str, layout: int, rows: int, hidden: int, scalar: float = 1.
 
 
 # FlashInfer's: (world, tokens, hidden, top_k) with each mode and layout below.
-CASES = [(4, 16, 4096, 2), (4, 16, 2880, 4), (8, 16, 1024, 8)]
+CASES = [
+    (4, 16, 4096, 2),
+    (4, 16, 2880, 4),
+    (8, 16, 5120, 6),
+    (8, 16, 7168, 8),
+    *((8, 16, 4096, top_k) for top_k in (8, 10, 16, 22)),
+]
 WANTED = [("MXFP8", 2, 1.0), ("MXFP8", 0, 1.0), ("MXFP8", 1, 1.0)]
 WANTED += [("MXFP4", 0, 1.0), ("NVFP4", 0, 2.5)]
 
@@ -116,11 +122,12 @@ def test_results_are_sums_that_are_quantised(case: tuple[int, int, int, int]) ->
         x = noise(rank.rank, (tokens, hidden), BF16)
         views, offset, _ = rank.dispatch(ids, [ids, x], tokens, num_experts)
         rank.sanitize(views[0], -1)
-        y = run_experts(views[1], views[0], rank.rank, num_experts)
+        y = rank.buffer(offset, tokens, hidden, BF16)
+        y.copy_(run_experts(views[1], views[0], rank.rank, num_experts))
         sums = combined(x, ids, num_experts, world)
         for mode, layout, scalar in WANTED:  # the round stays open for another combine
             more = arguments(mode, layout, tokens, hidden, scalar)
-            out = rank.combine(y, tokens, tokens, top_k, offset, **more)
+            out = rank.combine(y, tokens, tokens, top_k, offset, True, **more)
             numbers, scales = oracle(sums, mode, layout, scalar)
             assert out.dtype == more["output_dtype"], mode
             assert same_bits(out.view(BYTE), numbers), mode
