@@ -7,6 +7,14 @@
 
 namespace fanfold::python {
 
+/// The result of `call`, made without the GIL: what takes a lock, or may wait for a thread that
+/// wants the GIL.
+template <class Call>
+decltype(auto) without_gil(Call&& call) {
+  const nanobind::gil_scoped_release released;
+  return call();
+}
+
 void bind_errors(nanobind::module_& m);
 void bind_communicator(nanobind::module_& m);
 void bind_allocator(nanobind::module_& m);

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "bind.h"
 #include "exchange.h"
 #include "fanfold/error.h"
 
@@ -22,7 +23,9 @@ nb::object combine_buffer(BoundAllToAll& self, const Round& handle,
                           std::optional<std::int64_t> hidden, nb::handle dtype) {
   std::optional<DType> type;
   if (!dtype.is_none()) type = to_dtype(dtype);
-  return self.tensor(self.core.combine_buffer(handle, hidden, type), self.source.framework);
+  const TensorView view =
+      without_gil([&] { return self.core.combine_buffer(handle, hidden, type); });
+  return self.tensor(view, self.source.framework);
 }
 
 void combine_send(BoundAllToAll& self, nb::handle y, const Round& handle, bool release,
@@ -52,7 +55,7 @@ nb::object combine_recv(BoundAllToAll& self, const Round& handle, nb::handle out
                         nb::handle topk_weights, Seconds timeout_s, nb::handle stream) {
   Arguments args = self.arguments();
   CombineInputs inputs;
-  const auto [num_tokens, hidden] = self.core.out_shape(handle);
+  const auto [num_tokens, hidden] = without_gil([&] { return self.core.out_shape(handle); });
   const nb::object result = out_tensor(self, out, num_tokens, hidden, args, inputs);
   inputs.topk_weights = args.view(topk_weights, "topk_weights");
   inputs.timeout = to_timeout(timeout_s);
@@ -95,7 +98,8 @@ nb::object combine(BoundAllToAll& self, const Round& round, nb::handle y, nb::ha
   inputs.y = args.view(y, "y");
   const std::int64_t hidden =
       inputs.y.ndim > 0 ? inputs.y.shape[static_cast<std::size_t>(inputs.y.ndim - 1)] : 0;
-  const std::int64_t num_tokens = out.is_none() ? self.core.out_shape(round).first : 0;
+  std::int64_t num_tokens = 0;
+  if (out.is_none()) num_tokens = without_gil([&] { return self.core.out_shape(round).first; });
   const nb::object result = out_tensor(self, out, num_tokens, hidden, args, inputs);
   inputs.topk_weights = args.view(topk_weights, "topk_weights");
   inputs.release = release;

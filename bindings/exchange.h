@@ -21,6 +21,13 @@ struct BoundAllToAll {
       : core(communicator, config, allocator, workspace_of) {
     if (config.device == DeviceType::kGpu) gpu = config.device_index;
   }
+  /// With the GIL, as all that Python drops: what ends may have to wait.
+  ~BoundAllToAll() {
+    const nb::gil_scoped_release released;
+    const AllToAll end = std::move(core);
+  }
+  BoundAllToAll(const BoundAllToAll&) = delete;
+  BoundAllToAll& operator=(const BoundAllToAll&) = delete;
 
   /// The stream of a call. None: the one on which the framework of the last dispatch's payloads
   /// works now, where it tells; else nothing, which means that of the round's dispatch.

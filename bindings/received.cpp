@@ -15,7 +15,8 @@ namespace {
 using namespace nanobind::literals;
 
 nb::object payloads_of(BoundReceived& self) {
-  const std::vector<TensorView>& views = self.core.payloads();  // throws once the round ended
+  const std::vector<TensorView>& views = without_gil(
+      [&]() -> const std::vector<TensorView>& { return self.core.payloads(); });  // if it is open
   if (self.payloads.is_valid()) return self.payloads;
   nb::list list;
   for (const TensorView& view : views) list.append(self.tensor(view));
@@ -30,12 +31,27 @@ void release_round(BoundReceived& self, nb::handle stream) {
 }
 
 void leave(BoundReceived& self, nb::handle error) {
-  if (!self.core.is_open()) return;
+  if (!without_gil([&] { return self.core.is_open(); })) return;
   if (error.is_none()) {
     release_round(self, nb::none());
   } else {
-    self.owner().core.abort("an exception left the round's with block");
+    without_gil([&] { self.owner().core.abort("an exception left the round's with block"); });
   }
+}
+
+/// What a member function of the core gives.
+template <class Member>
+auto get(Member member) {
+  return [member](const BoundReceived& self) {
+    return without_gil([&] { return (self.core.*member)(); });
+  };
+}
+
+template <class Member>
+auto tensor_of(Member member) {
+  return [member](BoundReceived& self) {
+    return self.tensor(without_gil([&] { return (self.core.*member)(); }));
+  };
 }
 
 void bind_views(nb::class_<BoundReceived>& c) {
@@ -45,49 +61,43 @@ void bind_views(nb::class_<BoundReceived>& c) {
        "expert_major [L, R*m, ...], flat [N, ...], flat_by_expert [N', ...]; views, valid\n"
        "until the combine is called. With a dispatch_wire the first is float8_e4m3fn.")
       .def_prop_ro(
-          "scales", [](BoundReceived& self) { return self.tensor(self.core.scales()); },
-          nb::sig("def scales(self) -> typing.Any"),
+          "scales", tensor_of(&Received::scales), nb::sig("def scales(self) -> typing.Any"),
           "With a dispatch_wire: what each 128 elements of the first payload's rows are to be\n"
           "multiplied by: its leading dimensions, then ceil(H / 128), float32; wire_scale ue8m0:\n"
           "uint8 e, meaning 2**(e - 127). Else None.")
       .def_prop_ro(
-          "rank_counts", [](BoundReceived& self) { return self.tensor(self.core.rank_counts()); },
+          "rank_counts", tensor_of(&Received::rank_counts),
           nb::sig("def rank_counts(self) -> typing.Any"),
           "[R] int32: rows from each rank. With max_recv_rows also those that were dropped.")
       .def_prop_ro(
-          "expert_counts",
-          [](BoundReceived& self) { return self.tensor(self.core.expert_counts()); },
+          "expert_counts", tensor_of(&Received::expert_counts),
           nb::sig("def expert_counts(self) -> typing.Any"),
           "[L] int32: (token, local expert) pairs; with max_recv_rows of kept rows only. -1 each\n"
           "when no ids were given.")
       .def_prop_ro(
-          "offsets", [](BoundReceived& self) { return self.tensor(self.core.offsets()); },
-          nb::sig("def offsets(self) -> typing.Any"),
+          "offsets", tensor_of(&Received::offsets), nb::sig("def offsets(self) -> typing.Any"),
           "[L+1] int32: exclusive sums of expert_counts; flat_by_expert: where each expert's\n"
           "group begins, at most max_recv_rows. Unspecified when no ids were given.")
       .def_prop_ro(
-          "num_rows", [](BoundReceived& self) { return self.tensor(self.core.num_rows()); },
-          nb::sig("def num_rows(self) -> typing.Any"),
+          "num_rows", tensor_of(&Received::num_rows), nb::sig("def num_rows(self) -> typing.Any"),
           "[1] int32: rows received, one per (token, rank); gathered: all tokens; flat_by_expert:\n"
           "rows of the layout, zero rows within the groups included. With max_recv_rows also\n"
           "those that were dropped.")
       .def_prop_ro(
-          "topk_ids", [](BoundReceived& self) { return self.tensor(self.core.topk_ids()); },
-          nb::sig("def topk_ids(self) -> typing.Any"),
+          "topk_ids", tensor_of(&Received::topk_ids), nb::sig("def topk_ids(self) -> typing.Any"),
           "[R, m, K], [sum of T, K] or [N, K] int32 global ids as sent (with replicas: physical),\n"
           "invalid_expert_id in rows without a token; None for layouts per expert or when no ids\n"
           "were given.")
       .def_prop_ro(
-          "topk_weights", [](BoundReceived& self) { return self.tensor(self.core.topk_weights()); },
+          "topk_weights", tensor_of(&Received::topk_weights),
           nb::sig("def topk_weights(self) -> typing.Any"),
           "[R, m, K], [sum of T, K], [N, K] or (per expert) [L, R*m], [N'] float32; None when no\n"
           "weights were given.")
-      .def_prop_ro(
-          "source_rank", [](BoundReceived& self) { return self.tensor(self.core.source_rank()); },
-          nb::sig("def source_rank(self) -> typing.Any"), "Per row int32, -1 in padding.")
-      .def_prop_ro(
-          "source_token", [](BoundReceived& self) { return self.tensor(self.core.source_token()); },
-          nb::sig("def source_token(self) -> typing.Any"), "Per row int32, -1 in padding.");
+      .def_prop_ro("source_rank", tensor_of(&Received::source_rank),
+                   nb::sig("def source_rank(self) -> typing.Any"), "Per row int32, -1 in padding.")
+      .def_prop_ro("source_token", tensor_of(&Received::source_token),
+                   nb::sig("def source_token(self) -> typing.Any"),
+                   "Per row int32, -1 in padding.");
 }
 
 void bind_values(nb::module_& m) {
@@ -128,7 +138,7 @@ void bind_received(nb::module_& m) {
       "on\n"
       "first use, and never synchronize.");
   bind_views(c);
-  c.def_prop_ro("handle", [](const BoundReceived& self) { return self.core.handle(); })
+  c.def_prop_ro("handle", get(&Received::handle))
       .def_prop_ro(
           "routing",
           [](const BoundReceived& self) {
@@ -137,12 +147,10 @@ void bind_received(nb::module_& m) {
           },
           "Copies the counts and indices. On a GPU to new memory, on the stream of the round; not\n"
           "in a graph capture.")
-      .def_prop_ro("is_open", [](const BoundReceived& self) { return self.core.is_open(); })
-      .def_prop_ro("round_max_tokens",
-                   [](const BoundReceived& self) { return self.core.round_max_tokens(); })
-      .def_prop_ro(
-          "num_tokens", [](const BoundReceived& self) { return self.core.num_tokens(); },
-          "T of this rank; on a GPU the rows that dispatch was given.")
+      .def_prop_ro("is_open", get(&Received::is_open))
+      .def_prop_ro("round_max_tokens", get(&Received::round_max_tokens))
+      .def_prop_ro("num_tokens", get(&Received::num_tokens),
+                   "T of this rank; on a GPU the rows that dispatch was given.")
       .def(
           "host_counts",
           [](const BoundReceived& self) {

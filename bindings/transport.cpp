@@ -147,6 +147,11 @@ class PythonTransport final : public Transport {
     return text;
   }
 
+  std::shared_ptr<void> before_wait() const override {
+    if (!nb::is_alive() || PyGILState_Check() == 0) return nullptr;
+    return std::make_shared<nb::gil_scoped_release>();
+  }
+
   void close(Nanoseconds timeout) noexcept override {
     if (!nb::is_alive()) return;
     const nb::gil_scoped_acquire gil;

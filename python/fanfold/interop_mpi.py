@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from mpi4py import MPI
@@ -112,6 +113,10 @@ class MpiTransport:
         self._must_probe_each = False  # a probe for any rank fails
         self._is_closed = False
         self._lock = threading.Lock()  # held by every call, and by the mover while it looks
+        self._holder: int | None = None  # the thread that holds it
+        # What the garbage collector ends on that thread sends and closes meanwhile.
+        self._late_sends: deque[tuple[int, bytearray]] = deque()
+        self._late_close_s: float | None = None
         self._is_left = threading.Event()  # a send is not done, or the mover is to end
         self._mover: threading.Thread | None = None
 
@@ -126,15 +131,39 @@ class MpiTransport:
     def _move(self) -> None:
         while self._is_left.wait() and not self._is_closed:
             if self._lock.acquire(blocking=False):  # else that call moves them
+                self._holder = threading.get_ident()
                 try:
                     if MPI.Is_finalized():
                         return
                     self._advance()
                     if not any(self._sends.values()):
                         self._is_left.clear()
+                    self._send_late()
                 finally:
+                    self._holder = None
                     self._lock.release()
             time.sleep(_MOVE_S)
+        if self._late_close_s is not None:
+            self._end(self._late_close_s)
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Hold the lock."""
+        with self._lock:
+            self._holder = threading.get_ident()
+            try:
+                yield
+                self._send_late()
+            finally:
+                self._holder = None
+
+    def _is_within(self) -> bool:
+        """Whether this thread is in the middle of another call."""
+        return self._holder == threading.get_ident()
+
+    def _send_late(self) -> None:
+        while self._late_sends:
+            self._send_or_keep(*self._late_sends.popleft())
 
     def _end_mover(self) -> None:
         """Needs `_is_closed`."""
@@ -146,11 +175,17 @@ class MpiTransport:
     def send(self, peer: int, data: bytearray) -> None:
         """Send a message to another rank; nothing if it is lost."""
         _check_not_finalized()
-        with self._lock:
-            if peer not in self._lost:
-                self._send(peer, data, _MESSAGE)
-                if self._sends[peer]:
-                    self._is_left.set()
+        if self._is_within():
+            self._late_sends.append((peer, data))
+            return
+        with self._inside():
+            self._send_or_keep(peer, data)
+
+    def _send_or_keep(self, peer: int, data: bytearray) -> None:
+        if peer not in self._lost:
+            self._send(peer, data, _MESSAGE)
+            if self._sends[peer]:
+                self._is_left.set()
 
     def _send(self, peer: int, data: bytearray, tag: int) -> None:
         try:
@@ -182,7 +217,9 @@ class MpiTransport:
     def receive(self, max_wait_s: float) -> tuple[int, bytearray] | None:
         """Wait for the next message of any rank, at most ``max_wait_s``."""
         _check_not_finalized()
-        with self._lock:
+        if self._is_within():
+            return None
+        with self._inside():
             return self._receive(max_wait_s)
 
     def _receive(self, max_wait_s: float) -> tuple[int, bytearray] | None:
@@ -275,7 +312,16 @@ class MpiTransport:
         if self._is_closed or MPI.Is_finalized() or os.getpid() != self._process:
             return
         self._is_closed = True
+        if threading.current_thread() is self._mover:
+            self._late_close_s = timeout_s  # by the mover itself, when it is done with its look
+            self._is_left.set()
+            return
         self._end_mover()
+        self._end(timeout_s)
+
+    def _end(self, timeout_s: float) -> None:
+        """Part from the peers. Of the only thread that still has this object."""
+        _open.discard(self)
         peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
         is_done = False
         with contextlib.suppress(MPI.Exception):

@@ -64,7 +64,7 @@ class _Waiter:
 
     def has_ended(self, deadline: float | None = None) -> bool:
         """Whether it has, or does until the deadline."""
-        if deadline is not None:
+        if deadline is not None and self._thread is not threading.current_thread():
             self._thread.join(max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive()
 

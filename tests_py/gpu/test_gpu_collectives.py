@@ -12,6 +12,7 @@ from fanfold import _core
 if fanfold.build_info()["cuda"] != "simulated":
     pytest.skip("needs the build of preset sim (tools/test --only sim)", allow_module_level=True)
 
+from support.gil_waits import assert_scenario_ends
 from support.gpu import Rank, over_nccl, run_ranks
 from support.rounds import random_ids, tokens
 
@@ -99,3 +100,11 @@ def test_what_is_missing_is_said(strategy: str) -> None:
         rank.comm.close()
 
     run_ranks(2, fn)
+
+
+@pytest.mark.parametrize(
+    "scenario", ["combine_buffer_beside_another_communicator", "a_monitor_asks_for_failures"]
+)
+def test_nobody_waits_with_the_lock_of_the_interpreter(scenario: str) -> None:
+    """Ranks that meet by a transport written in Python."""
+    assert_scenario_ends(scenario)

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -64,6 +65,11 @@ class FANFOLD_EXPORT Transport {
   /// Why `peer` is known to be gone, in words that follow "rank 3 is gone: "; empty while it lives
   /// or where the transport cannot tell.
   virtual std::string lost_reason(int peer) const = 0;
+  /// Called, on any thread and at any time, before the library waits for another thread that is
+  /// inside the transport. Where calls take a lock that the library's callers may hold, such as an
+  /// interpreter's, this lets go of it, and the destructor of the result takes it again. Null:
+  /// there is none.
+  virtual std::shared_ptr<void> before_wait() const { return nullptr; }
   /// The last call: gives what was sent until `timeout` to leave and frees what it holds. Peers
   /// that send afterwards lose their messages. Never throws.
   virtual void close(std::chrono::nanoseconds timeout) noexcept = 0;

@@ -26,16 +26,27 @@ std::chrono::steady_clock::time_point instant(std::int64_t at_ns) {
 
 }  // namespace
 
+/// Needs `lock`, of mutex_. The result must end without it.
+std::shared_ptr<void> MessageHub::wait_until_free(std::unique_lock<std::mutex>& lock) {
+  if (!is_busy_) return nullptr;
+  ++num_senders_;
+  lock.unlock();
+  std::shared_ptr<void> let_go = transport_->before_wait();
+  lock.lock();
+  changed_.wait(lock, [this] { return !is_busy_; });
+  --num_senders_;
+  return let_go;
+}
+
 /// A thread's time inside the transport.
 class MessageHub::Turn {
  public:
   /// Waits for whoever is inside. Then sends what was posted meanwhile.
   explicit Turn(MessageHub& hub) : hub_(hub) {
+    std::shared_ptr<void> let_go;  // its end may wait for who is inside next: not under the lock
     std::unique_lock<std::mutex> lock(hub.mutex_);
     if (hub.is_busy_) hub.num_short_turns_ = kShortTurns;
-    ++hub.num_senders_;
-    hub.changed_.wait(lock, [&] { return !hub.is_busy_; });
-    --hub.num_senders_;
+    let_go = hub.wait_until_free(lock);
     enter(lock);
   }
   /// For who holds `lock` and has seen that nobody is inside.
@@ -47,6 +58,7 @@ class MessageHub::Turn {
  private:
   void enter(std::unique_lock<std::mutex>& lock) {
     hub_.is_busy_ = true;
+    hub_.inside_ = std::this_thread::get_id();
     hub_.send_posted(lock);
     lock.unlock();
   }
@@ -100,6 +112,7 @@ void MessageHub::remove(std::uint64_t group, std::chrono::nanoseconds timeout) n
 }
 
 void MessageHub::close(std::chrono::nanoseconds timeout) noexcept {
+  std::shared_ptr<void> let_go;  // as in Turn
   std::unique_lock<std::mutex> lock(mutex_);
   if (is_closed_) return;
   if (is_foreign_thread()) {
@@ -108,10 +121,9 @@ void MessageHub::close(std::chrono::nanoseconds timeout) noexcept {
     leftovers_->add(transport_, std::move(posted_), timeout);
     return;
   }
-  ++num_senders_;
-  changed_.wait(lock, [&] { return !is_busy_; });
-  --num_senders_;
+  let_go = wait_until_free(lock);
   is_busy_ = true;
+  inside_ = std::this_thread::get_id();
   send_posted(lock);
   is_closed_ = true;
   lock.unlock();
@@ -154,6 +166,7 @@ void MessageHub::leave_turn() noexcept {
   std::unique_lock<std::mutex> lock(mutex_);
   send_posted(lock);
   is_busy_ = false;
+  inside_ = {};
   changed_.notify_all();
 }
 
@@ -284,7 +297,7 @@ void MessageHub::deliver(const Transport::Message& message) {
 }
 
 std::string MessageHub::lost_reason(int peer) {
-  if (is_foreign_thread()) return "";
+  if (is_foreign_thread() || is_inside()) return "";
   const Turn turn(*this);
   {
     const std::lock_guard<std::mutex> lock(mutex_);

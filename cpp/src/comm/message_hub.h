@@ -101,6 +101,12 @@ class MessageHub {
   bool is_foreign_thread() const noexcept {
     return is_thread_bound_ && std::this_thread::get_id() != thread_;
   }
+  /// Whether this call comes from within the transport, as of what a garbage collector ends there.
+  bool is_inside() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return inside_ == std::this_thread::get_id();
+  }
+  std::shared_ptr<void> wait_until_free(std::unique_lock<std::mutex>& lock);
   bool take_some(std::int64_t max_ns);
   bool has_unsent(const std::vector<int>& peers);
   void deliver(const Transport::Message& message);
@@ -123,6 +129,7 @@ class MessageHub {
   std::mutex mutex_;  // guards all below; not held while the transport is called
   std::condition_variable changed_;
   bool is_busy_ = false;         // a thread is inside the transport
+  std::thread::id inside_;       // which
   int num_senders_ = 0;          // threads that wait to go in and will not stay
   int num_waiting_ = 0;          // threads in `progress` that wait
   int num_short_turns_ = 0;      // receives to come that stay inside for a short time only
