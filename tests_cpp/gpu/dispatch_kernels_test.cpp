@@ -203,10 +203,11 @@ TEST(DispatchKernels, MoreRowsThanOneTileForEachBlock) {
 }
 
 TEST(Launches, StartEarlyWhereDeviceAndDriverCan) {
-  static_assert(gpu::early_start(8, 13000) == gpu::EarlyStart::kNever);
-  static_assert(gpu::early_start(9, 12020) == gpu::EarlyStart::kOutsideCaptures);
-  static_assert(gpu::early_start(9, 12030) == gpu::EarlyStart::kAlways);
-  static_assert(gpu::early_start(10, 13000) == gpu::EarlyStart::kAlways);
+  static_assert(gpu::early_start(8, 80, 13000) == gpu::EarlyStart::kNever);
+  static_assert(gpu::early_start(9, 80, 13000) == gpu::EarlyStart::kNever);
+  static_assert(gpu::early_start(9, 90, 12020) == gpu::EarlyStart::kOutsideCaptures);
+  static_assert(gpu::early_start(9, 90, 12030) == gpu::EarlyStart::kAlways);
+  static_assert(gpu::early_start(10, 100, 13000) == gpu::EarlyStart::kAlways);
 }
 
 TEST(Tiles, BlocksHaveAsMuchToDoAsOthers) {

@@ -14,6 +14,7 @@
 #include "fanfold/error.h"
 #include "gmock/gmock.h"
 #include "gpu/gpu_case.h"
+#include "gpu/kernels/kernels.h"
 #include "support/expect_error.h"
 
 namespace fanfold {
@@ -98,6 +99,21 @@ TEST(GpuHostCallsTest, ADestructorInACaptureLeavesTheMemoryMapped) {
     }
     std::byte word{};
     EXPECT_EQ(cudaMemcpy(&word, data, 1, cudaMemcpyDeviceToHost), cudaSuccess);
+  });
+}
+
+TEST(GpuHostCallsTest, KernelsAreLoadedWithTheExchangeNotWhileOthersWaitForALaunch) {
+  // Some have an instance for each type of rows.
+  EXPECT_GT(gpu::all_kernels().size(), 12U);
+  const testing::GpuRanks gpus(1, 1);
+  testing::spawn_ranks(1, [&](Communicator& communicator) {
+    cudasim::fail_call("cudaFuncGetAttributes", cudaErrorUnknown);
+    expect_error<CudaFailure>({"cudaFuncGetAttributes"},
+                              [&] { AllToAll(communicator, gpu_config()); });
+    cudasim::clear_faults();
+    AllToAll all_to_all(communicator, gpu_config());
+    run_round(all_to_all, 1);
+    all_to_all.close();
   });
 }
 

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <new>
+#include <thread>
 #include <utility>
 
 #include "base/format.h"
@@ -123,14 +124,19 @@ std::int64_t DeviceExchange::num_ids_dropped_by_kernels() const noexcept {
 
 // --- Words that kernels read --------------------------------------------------------------------
 
-void DeviceExchange::upload_words() {
-  // Of these regions every word must be known: what was there before could look like a count.
+void DeviceExchange::clear_tiles() {
   const plan::DeviceRegions& d = workspace_.device;
   const std::vector<std::uint64_t> tiles(static_cast<std::size_t>(d.tile_columns * d.num_tiles));
   for (const Slot& slot : slots_) {
     device_->upload(local_at<std::byte>(slot, d.tiles_offset), tiles.data(),
                     static_cast<std::int64_t>(tiles.size() * sizeof tiles[0]));
   }
+}
+
+void DeviceExchange::upload_words() {
+  // Of these regions every word must be known: what was there before could look like a count.
+  const plan::DeviceRegions& d = workspace_.device;
+  clear_tiles();
   upload(d.windows_offset, windows_);
   if (is_staged()) {
     const std::vector<std::byte> flags(
@@ -294,6 +300,26 @@ void DeviceExchange::throw_if_kernels_failed() {
   if (known != exec::DeviceFailure::kNone) throw_report(known);
 }
 
+void DeviceExchange::throw_if_kernels_gave_up() {
+  std::uint32_t has_failed = 0;
+  device_->download(&has_failed,
+                    shared_at<std::byte>(workspace_.device.control_offset) +
+                        offsetof(exec::DeviceControl, has_failed),
+                    sizeof has_failed);
+  if (has_failed == 0) return;
+  // The kernel that found it writes the report last, on a stream that may be another.
+  constexpr std::int64_t kPatienceNs = 5'000'000'000;
+  for (const std::int64_t end = base::now_ns() + kPatienceNs; !kernels_have_failed();) {
+    if (base::now_ns() > end) {
+      throw InvalidState(str(what(),
+                             ": kernels have failed without a report; call reset() on "
+                             "every rank"));
+    }
+    std::this_thread::yield();
+  }
+  throw_if_kernels_failed();
+}
+
 std::function<void()> DeviceExchange::loss_watch() const {
   return [this, lost_since = std::int64_t{0}]() mutable {
     // A peer may have finished what this rank waits for, and left, while another is still at it.
@@ -331,6 +357,9 @@ std::uint64_t DeviceExchange::reset(std::uint64_t max_epoch, base::Deadline dead
   retired_.clear();
   for (const exec::DeviceSlot& slot : slots) max_epoch = std::max(max_epoch, slot.epoch);
   const std::uint64_t first = control().reset(max_epoch, deadline) + 1;
+  // A kernel that failed may have left counts of an epoch to come, which after a further reset had
+  // the same tag again.
+  clear_tiles();
   device_->download(&words_, shared_at<std::byte>(workspace_.device.control_offset), sizeof words_);
   start_generation(first, static_cast<std::int64_t>(first - setup_.config.test_knobs.first_epoch));
   return first;

@@ -38,6 +38,8 @@ class DeviceExchange : public Exchange {
 
   bool kernels_have_failed() const noexcept override;
   void throw_if_kernels_failed() override;
+  /// The same where kernels have left a round before there is a report. Of an idle stream.
+  void throw_if_kernels_gave_up();
   void use_stream(Slot& slot, const std::optional<void*>& stream, const char* call) override;
   bool has_lost_capture(const Slot& slot) const override;
   void forget_routing(Slot& slot) override;
@@ -103,6 +105,8 @@ class DeviceExchange : public Exchange {
 
   // What kernels read between rounds; these wait.
   void upload_words();
+  /// Forgets what blocks have told each other. The device is idle.
+  void clear_tiles();
   void upload_host_words();
   void upload_mask();
   void upload_placement();

@@ -117,6 +117,7 @@ HostCounts DeviceExchange::host_counts(Slot& slot) {
       static_cast<std::size_t>(plan::num_counts(num_ranks(), workspace_.max_local_experts)));
   device_->download(words.data(), reinterpret_cast<const std::byte*>(counts(slot)),
                     static_cast<std::int64_t>(words.size() * sizeof words[0]));
+  throw_if_kernels_gave_up();
   const std::int32_t* const at = words.data();
   const std::int32_t* const tokens = at + (token_counts(slot) - counts(slot));
   slot.token_counts.assign(tokens, tokens + ranks);

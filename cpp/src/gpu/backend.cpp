@@ -4,7 +4,9 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <climits>
 #include <cstring>
+#include <vector>
 
 #include "base/format.h"
 #include "fanfold/error.h"
@@ -13,6 +15,12 @@
 #include "gpu/kernels/kernels.h"
 
 namespace fanfold::gpu {
+
+std::vector<const void*>& all_kernels() {
+  static std::vector<const void*> all;
+  return all;
+}
+
 namespace {
 
 // Every rank's process or thread may have a device of its own that reaches the memory.
@@ -56,7 +64,7 @@ class Backend final : public exec::DeviceBackend {
         limits_{kBlocksPerMultiprocessor *
                     context_->attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
                 early_start(context_->attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
-                            driver_version())} {}
+                            load_kernels(), driver_version())} {}
 
   int device() const noexcept override { return context_->device(); }
 
@@ -231,6 +239,19 @@ class Backend final : public exec::DeviceBackend {
 
  private:
   const Driver& driver() const noexcept { return context_->driver(); }
+
+  /// Loads all kernels and returns the oldest version of PTX that one was compiled for. To load one
+  /// at its first launch may have to wait for kernels that wait for just that launch.
+  int load_kernels() const {
+    const DeviceContext::Current current(*context_);
+    int oldest = INT_MAX;
+    for (const void* kernel : all_kernels()) {
+      cudaFuncAttributes attributes{};
+      check_call(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+      oldest = std::min(oldest, attributes.ptxVersion);
+    }
+    return oldest;
+  }
 
   static int driver_version() noexcept {
     int version = 0;  // where it cannot be told, an old one

@@ -292,8 +292,8 @@ cudaError_t arrange(const exec::DeviceArrangeParams& params, LaunchLimits limits
   const std::int64_t most = limits.max_blocks;
   const std::int64_t num_blocks = num_rows < 1 ? 1 : num_rows < most ? num_rows : most;
   const int rows = max_tile_rows(num_rows, num_blocks);
-  return launch_blocks("arrange", arrange_kernel, num_blocks, shared_bytes(params, rows), limits,
-                       stream, params);
+  return launch_blocks<arrange_kernel>("arrange", num_blocks, shared_bytes(params, rows), limits,
+                                       stream, params);
 }
 
 }  // namespace fanfold::gpu

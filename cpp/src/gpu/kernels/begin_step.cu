@@ -42,7 +42,7 @@ cudaError_t begin_step(const exec::DeviceBeginStepParams& params, LaunchLimits l
   const std::int64_t wanted = (params.num_bytes / 16 + kThreads - 1) / kThreads;
   const std::int64_t most = limits.max_blocks;
   const std::int64_t num_blocks = wanted < 1 ? 1 : wanted < most ? wanted : most;
-  return launch_blocks("begin_step", begin_step_kernel, num_blocks, 0, limits, stream, params);
+  return launch_blocks<begin_step_kernel>("begin_step", num_blocks, 0, limits, stream, params);
 }
 
 }  // namespace fanfold::gpu

@@ -170,9 +170,9 @@ template <DType kY>
 cudaError_t launch_for(const exec::DeviceCombineSendParams& params, LaunchLimits limits,
                        cudaStream_t stream) {
   const std::int64_t num_rows = params.round.num_ranks * params.round.round_max_tokens;
-  return launch_blocks("combine_send", combine_send_kernel<kY>,
-                       num_blocks_for<kCopyUnits>(num_rows, params.hidden, limits.max_blocks), 0,
-                       limits, stream, params);
+  return launch_blocks<combine_send_kernel<kY>>(
+      "combine_send", num_blocks_for<kCopyUnits>(num_rows, params.hidden, limits.max_blocks), 0,
+      limits, stream, params);
 }
 
 }  // namespace

@@ -162,7 +162,7 @@ cudaError_t compact_rows(const exec::DeviceCompactParams& params, LaunchLimits l
   const std::int64_t num_tokens = params.round.num_ranks * params.round.round_max_tokens;
   const std::int64_t most = limits.max_blocks;
   const std::int64_t num_blocks = num_tokens < 1 ? 1 : num_tokens < most ? num_tokens : most;
-  return launch_blocks("compact_rows", compact_rows_kernel, num_blocks, 0, limits, stream, params);
+  return launch_blocks<compact_rows_kernel>("compact_rows", num_blocks, 0, limits, stream, params);
 }
 
 }  // namespace fanfold::gpu

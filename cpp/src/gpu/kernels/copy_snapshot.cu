@@ -90,8 +90,8 @@ cudaError_t copy_snapshot(const exec::DeviceSnapshotParams& params, LaunchLimits
   const std::int64_t wanted = (num_cells + kThreads - 1) / kThreads;
   const std::int64_t most = limits.max_blocks;
   const std::int64_t num_blocks = wanted < 1 ? 1 : wanted < most ? wanted : most;
-  return launch_blocks("copy_snapshot", copy_snapshot_kernel, num_blocks, 0, limits, stream,
-                       params);
+  return launch_blocks<copy_snapshot_kernel>("copy_snapshot", num_blocks, 0, limits, stream,
+                                             params);
 }
 
 }  // namespace fanfold::gpu

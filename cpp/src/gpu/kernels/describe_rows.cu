@@ -49,8 +49,8 @@ cudaError_t describe_rows(const exec::DeviceDescribeParams& params, LaunchLimits
   const std::int64_t wanted = (num_rows + kThreads - 1) / kThreads;
   const std::int64_t most = limits.max_blocks;
   const std::int64_t num_blocks = wanted < 1 ? 1 : wanted < most ? wanted : most;
-  return launch_blocks("describe_rows", describe_rows_kernel, num_blocks, 0, limits, stream,
-                       params);
+  return launch_blocks<describe_rows_kernel>("describe_rows", num_blocks, 0, limits, stream,
+                                             params);
 }
 
 }  // namespace fanfold::gpu

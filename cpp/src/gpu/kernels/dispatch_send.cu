@@ -317,8 +317,8 @@ cudaError_t dispatch_send(const exec::DeviceDispatchSendParams& params, LaunchLi
   const std::int64_t wanted = params.num_tokens < 1 ? 1 : params.num_tokens;
   const std::int64_t num_blocks = wanted < most ? wanted : most;
   const int rows = max_tile_rows(params.num_tokens, num_blocks);
-  return launch_blocks("dispatch_send", dispatch_send_kernel, num_blocks,
-                       shared_bytes(params, rows), limits, stream, params);
+  return launch_blocks<dispatch_send_kernel>("dispatch_send", num_blocks,
+                                             shared_bytes(params, rows), limits, stream, params);
 }
 
 }  // namespace fanfold::gpu

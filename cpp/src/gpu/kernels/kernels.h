@@ -6,6 +6,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <vector>
+
 #include "exec/capture_params.h"
 #include "exec/device_params.h"
 
@@ -14,10 +16,13 @@ namespace fanfold::gpu {
 /// Where kernels may start before the one ahead of them has ended (programmatic launches).
 enum class EarlyStart { kNever, kOutsideCaptures, kAlways };
 
-/// Devices of compute capability 9.0 know it, graphs since the driver of CUDA 12.3. `driver`: as
-/// cudaDriverGetVersion tells it.
-constexpr EarlyStart early_start(int compute_capability_major, int driver) noexcept {
-  if (compute_capability_major < 9) return EarlyStart::kNever;
+/// Devices of compute capability 9.0 know it, where the code was compiled for them too (code for
+/// older ones, which a driver may compile anew, does not wait for the kernel ahead), and graphs
+/// since the driver of CUDA 12.3. `ptx_version`: the oldest of the kernels, 90 for 9.0. `driver`:
+/// as cudaDriverGetVersion tells it.
+constexpr EarlyStart early_start(int compute_capability_major, int ptx_version,
+                                 int driver) noexcept {
+  if (compute_capability_major < 9 || ptx_version < 90) return EarlyStart::kNever;
   return driver < 12030 ? EarlyStart::kOutsideCaptures : EarlyStart::kAlways;
 }
 
@@ -26,6 +31,9 @@ struct LaunchLimits {
   int max_blocks;  // of a grid, where more would only wait: two for each multiprocessor
   EarlyStart early_start = EarlyStart::kAlways;
 };
+
+/// Every instance of the kernels, as cudaFuncGetAttributes takes them.
+std::vector<const void*>& all_kernels();
 
 cudaError_t signal(const exec::DeviceSignalParams& params, LaunchLimits limits,
                    cudaStream_t stream);

@@ -23,10 +23,18 @@ inline cudaError_t may_start_early(EarlyStart early_start, cudaStream_t stream, 
   return error;
 }
 
-template <typename Params>
-cudaError_t launch_blocks(const char* name, void (*kernel)(Params), std::int64_t num_blocks,
+/// Makes a kernel one of `all_kernels`, before main.
+template <auto kKernel>
+struct Listed {
+  static inline const bool is_listed =
+      (all_kernels().push_back(reinterpret_cast<const void*>(kKernel)), true);
+};
+
+template <auto kKernel, typename Params>
+cudaError_t launch_blocks(const char* name, std::int64_t num_blocks,
                           std::size_t dynamic_shared_bytes, LaunchLimits limits,
                           cudaStream_t stream, const Params& params) {
+  (void)Listed<kKernel>::is_listed;
   LaunchConfig config;
   config.grid = dim3(static_cast<unsigned>(num_blocks));
   config.block = dim3(kThreads);
@@ -34,7 +42,7 @@ cudaError_t launch_blocks(const char* name, void (*kernel)(Params), std::int64_t
   config.stream = stream;
   const cudaError_t error =
       may_start_early(limits.early_start, stream, &config.programmatic_dependent);
-  return error == cudaSuccess ? launch(name, kernel, config, params) : error;
+  return error == cudaSuccess ? launch(name, kKernel, config, params) : error;
 }
 
 }  // namespace fanfold::gpu

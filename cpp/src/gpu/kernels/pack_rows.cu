@@ -40,9 +40,9 @@ __global__ void __launch_bounds__(kThreads, 2)
 template <DType kRow>
 cudaError_t launch_for(const exec::DevicePackParams& params, LaunchLimits limits,
                        cudaStream_t stream) {
-  return launch_blocks("pack_rows", pack_rows_kernel<kRow>,
-                       num_blocks_for<kUnits>(params.num_rows, params.hidden, limits.max_blocks), 0,
-                       limits, stream, params);
+  return launch_blocks<pack_rows_kernel<kRow>>(
+      "pack_rows", num_blocks_for<kUnits>(params.num_rows, params.hidden, limits.max_blocks), 0,
+      limits, stream, params);
 }
 
 }  // namespace

@@ -354,8 +354,8 @@ cudaError_t record_ids(const exec::DeviceRecordParams& params, LaunchLimits limi
   if (params.num_rows == 0) return cudaSuccess;
   const std::int64_t wanted = (params.num_rows + kThreads - 1) / kThreads;
   const std::int64_t most = limits.max_blocks;
-  return launch_blocks("record_ids", record_ids_kernel, wanted < most ? wanted : most, 0, limits,
-                       stream, params);
+  return launch_blocks<record_ids_kernel>("record_ids", wanted < most ? wanted : most, 0, limits,
+                                          stream, params);
 }
 
 }  // namespace fanfold::gpu

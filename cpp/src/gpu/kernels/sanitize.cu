@@ -65,7 +65,7 @@ cudaError_t sanitize(const exec::DeviceSanitizeParams& params, LaunchLimits limi
   const std::int64_t wanted = (num_ids + kThreads - 1) / kThreads;
   const std::int64_t most = limits.max_blocks;
   const std::int64_t num_blocks = wanted < 1 ? 1 : wanted < most ? wanted : most;
-  return launch_blocks("sanitize", sanitize_kernel, num_blocks, 0, limits, stream, params);
+  return launch_blocks<sanitize_kernel>("sanitize", num_blocks, 0, limits, stream, params);
 }
 
 }  // namespace fanfold::gpu

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 cudaError_t signal(const exec::DeviceSignalParams& params, LaunchLimits limits,
                    cudaStream_t stream) {
-  return launch_blocks("signal", signal_kernel, 1, 0, limits, stream, params);
+  return launch_blocks<signal_kernel>("signal", 1, 0, limits, stream, params);
 }
 
 }  // namespace fanfold::gpu

@@ -173,9 +173,9 @@ __global__ void __launch_bounds__(kThreads, 2)
 template <DType kRow>
 cudaError_t launch_for(const exec::DeviceSumParams& params, LaunchLimits limits,
                        cudaStream_t stream) {
-  return launch_blocks("sum_rows", sum_rows_kernel<kRow>,
-                       num_blocks_for<kUnits>(params.num_tokens, params.hidden, limits.max_blocks),
-                       0, limits, stream, params);
+  return launch_blocks<sum_rows_kernel<kRow>>(
+      "sum_rows", num_blocks_for<kUnits>(params.num_tokens, params.hidden, limits.max_blocks), 0,
+      limits, stream, params);
 }
 
 }  // namespace
