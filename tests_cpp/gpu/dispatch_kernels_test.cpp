@@ -64,6 +64,18 @@ TEST(DispatchKernels, EveryRoutingOnSeveralNumbersOfRanks) {
   }
 }
 
+// More ranks than a warp has lanes: several words for the ranks of a token, several warps that
+// announce and wait.
+TEST(DispatchKernels, MoreRanksThanLanes) {
+  constexpr int kRanks = 40;
+  RanksSpec spec = ranks_of(kRanks, kRanks + 5, 3, 2);
+  spec.row_bytes = {16};
+  HandMadeRanks ranks(spec, config_of(9));
+  RoundSpec round = round_of(spec, RoutingKind::kUniform, 9);
+  round.is_expert_major = true;
+  ranks.run(round);
+}
+
 // More tiles than blocks, more blocks than the device holds, blocks in any order, switches of
 // threads anywhere, and flags that show old values.
 TEST(DispatchKernels, NoScheduleChangesAnything) {

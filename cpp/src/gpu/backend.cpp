@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <climits>
 #include <cstring>
-#include <vector>
+#include <utility>
 
 #include "base/format.h"
 #include "fanfold/error.h"
@@ -16,10 +16,16 @@
 
 namespace fanfold::gpu {
 
-std::vector<const void*>& all_kernels() {
-  static std::vector<const void*> all;
-  return all;
-}
+namespace {
+
+const KernelEntry* listed_last = nullptr;  // before anything is listed
+
+}  // namespace
+
+KernelEntry::KernelEntry(const void* function_) noexcept
+    : function(function_), next(std::exchange(listed_last, this)) {}
+
+const KernelEntry* first_kernel() noexcept { return listed_last; }
 
 namespace {
 
@@ -245,9 +251,9 @@ class Backend final : public exec::DeviceBackend {
   int load_kernels() const {
     const DeviceContext::Current current(*context_);
     int oldest = INT_MAX;
-    for (const void* kernel : all_kernels()) {
+    for (const KernelEntry* each = first_kernel(); each != nullptr; each = each->next) {
       cudaFuncAttributes attributes{};
-      check_call(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+      check_call(cudaFuncGetAttributes(&attributes, each->function), "cudaFuncGetAttributes");
       oldest = std::min(oldest, attributes.ptxVersion);
     }
     return oldest;

@@ -6,8 +6,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <vector>
-
 #include "exec/capture_params.h"
 #include "exec/device_params.h"
 
@@ -32,8 +30,15 @@ struct LaunchLimits {
   EarlyStart early_start = EarlyStart::kAlways;
 };
 
-/// Every instance of the kernels, as cudaFuncGetAttributes takes them.
-std::vector<const void*>& all_kernels();
+/// An instance of a kernel, as cudaFuncGetAttributes takes it. All of them make a list, before
+/// main.
+struct KernelEntry {
+  explicit KernelEntry(const void* function) noexcept;
+
+  const void* function;
+  const KernelEntry* next;
+};
+const KernelEntry* first_kernel() noexcept;
 
 cudaError_t signal(const exec::DeviceSignalParams& params, LaunchLimits limits,
                    cudaStream_t stream);

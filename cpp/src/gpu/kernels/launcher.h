@@ -23,18 +23,16 @@ inline cudaError_t may_start_early(EarlyStart early_start, cudaStream_t stream, 
   return error;
 }
 
-/// Makes a kernel one of `all_kernels`, before main.
 template <auto kKernel>
 struct Listed {
-  static inline const bool is_listed =
-      (all_kernels().push_back(reinterpret_cast<const void*>(kKernel)), true);
+  static inline const KernelEntry kEntry{reinterpret_cast<const void*>(kKernel)};
 };
 
 template <auto kKernel, typename Params>
 cudaError_t launch_blocks(const char* name, std::int64_t num_blocks,
                           std::size_t dynamic_shared_bytes, LaunchLimits limits,
                           cudaStream_t stream, const Params& params) {
-  (void)Listed<kKernel>::is_listed;
+  (void)Listed<kKernel>::kEntry;
   LaunchConfig config;
   config.grid = dim3(static_cast<unsigned>(num_blocks));
   config.block = dim3(kThreads);
