@@ -69,6 +69,37 @@ TEST_P(GpuGraphTest, GraphsOfTwoSizesAndOrdinaryRoundsTakeTurns) {
   });
 }
 
+TEST_P(GpuGraphTest, NoScheduleOrStaleLoadSpoilsAReplay) {
+  for (const std::uint64_t seed : {1U, 2U, 3U, 4U}) {
+    SCOPED_TRACE(seed);
+    cudasim::Config devices = testing::devices_for(2, 2);
+    devices.seed = seed;
+    devices.shuffle_blocks = seed != 3;
+    devices.stale = seed % 2 == 0 ? 0.3 : 0.0;
+    devices.preempt = seed < 3 ? 0.02 : 0.0;
+    devices.resident_blocks = 2 + static_cast<int>(seed % 3);
+    const testing::GpuRanks gpus(devices);
+    testing::spawn_ranks(2, [&](Communicator& communicator) {
+      AllToAllConfig config = of_rank(gpu_config(GetParam()), communicator);
+      config.max_in_flight = 2;
+      AllToAll all_to_all(communicator, config);
+      GraphedRound small(all_to_all, 2, 2);
+      GraphedRound large(all_to_all, 4, 4);
+      small.capture();
+      large.capture();
+      for (int i = 0; i < 6; ++i) {
+        GraphedRound& next = i % 2 == 0 ? small : large;
+        next.fill((i + communicator.rank()) % 3, seed * 10 + static_cast<std::uint64_t>(i));
+        next.replay();
+        next.check_out("replay " + std::to_string(i));
+      }
+      communicator.barrier();
+      all_to_all.close();
+    });
+    if (::testing::Test::HasFailure()) return;
+  }
+}
+
 TEST_P(GpuGraphTest, NumTokensOfTheDeviceCountsWithoutAGraph) {
   const testing::GpuRanks gpus(2, 2);
   const AllToAllConfig config = gpu_config(GetParam());
