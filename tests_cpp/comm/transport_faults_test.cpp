@@ -105,9 +105,12 @@ TEST(TransportFlushTest, ACallThatIsDoneWaitsForItsSendsUntilItsDeadlineOrAnAbor
       Communicator comm =
           Communicator::from_transport(std::move(transport), TransportUse::kAlways, seconds(20));
       comm.barrier();
+      // What has not been taken yet is held back, too.
+      ++num_ready;
+      ASSERT_TRUE(eventually([&] { return num_ready >= 2; }));
       if (rank == 0) network.freeze(0);
       ++num_ready;
-      ASSERT_TRUE(eventually([&] { return num_ready == 2; }));
+      ASSERT_TRUE(eventually([&] { return num_ready == 4; }));
       const auto start = std::chrono::steady_clock::now();
       if (rank == 0) {
         comm.barrier(timeout);
