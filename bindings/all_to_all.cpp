@@ -116,39 +116,33 @@ Raises:
           "Which strategy serves, and why.");
 }
 
-/// What a member function of the core gives.
-template <class Member>
-auto get(Member member) {
-  return [member](const BoundAllToAll& self) {
-    return without_gil([&] { return (self.core.*member)(); });
-  };
-}
-
 void bind_attributes(Class& c) {
   c.def_prop_ro(
        "config", [](const BoundAllToAll& self) { return to_dict(self.core.config()); },
        nb::sig("def config(self) -> fanfold.config.AllToAllConfig"),
        "The arguments that this object was created from, those that were left out decided; dtypes\n"
        "are names, test knobs are missing.")
-      .def_prop_ro("rank", get(&AllToAll::rank))
-      .def_prop_ro("num_ranks", get(&AllToAll::num_ranks))
-      .def_prop_ro("local_experts", get(&AllToAll::local_experts),
+      .def_prop_ro("rank", get<BoundAllToAll>(&AllToAll::rank))
+      .def_prop_ro("num_ranks", get<BoundAllToAll>(&AllToAll::num_ranks))
+      .def_prop_ro("local_experts", get<BoundAllToAll>(&AllToAll::local_experts),
                    "Global ids of this rank's experts; position = local id.")
-      .def_prop_ro("active_mask", get(&AllToAll::active_mask))
-      .def_prop_ro("is_closed", get(&AllToAll::is_closed))
-      .def_prop_ro("is_failed", get(&AllToAll::is_failed))
-      .def_prop_ro("num_workers", get(&AllToAll::num_workers), "See set_num_workers.")
-      .def_prop_ro("num_dropped_ids", get(&AllToAll::num_dropped_ids),
+      .def_prop_ro("active_mask", get<BoundAllToAll>(&AllToAll::active_mask))
+      .def_prop_ro("is_closed", get<BoundAllToAll>(&AllToAll::is_closed))
+      .def_prop_ro("is_failed", get<BoundAllToAll>(&AllToAll::is_failed))
+      .def_prop_ro("num_workers", get<BoundAllToAll>(&AllToAll::num_workers),
+                   "See set_num_workers.")
+      .def_prop_ro("num_dropped_ids", get<BoundAllToAll>(&AllToAll::num_dropped_ids),
                    "Ids >= num_experts that were dropped since creation.")
-      .def_prop_ro("num_dropped_rows", get(&AllToAll::num_dropped_rows),
+      .def_prop_ro("num_dropped_rows", get<BoundAllToAll>(&AllToAll::num_dropped_rows),
                    "Rows beyond max_recv_rows that were dropped on this rank since creation.")
-      .def_prop_ro("workspace_bytes", get(&AllToAll::workspace_bytes),
+      .def_prop_ro("workspace_bytes", get<BoundAllToAll>(&AllToAll::workspace_bytes),
                    "Bytes held by this rank now: symmetric and private. high_throughput without\n"
                    "max_recv_rows holds more as rounds bring more rows.")
-      .def_prop_ro("metainfo", get(&AllToAll::metainfo),
+      .def_prop_ro("metainfo", get<BoundAllToAll>(&AllToAll::metainfo),
                    "The table of byte offsets into the workspace.")
-      .def_prop_ro("capabilities", get(&AllToAll::capabilities), "What the strategy can do.")
-      .def_prop_ro("capacities", get(&AllToAll::capacities),
+      .def_prop_ro("capabilities", get<BoundAllToAll>(&AllToAll::capabilities),
+                   "What the strategy can do.")
+      .def_prop_ro("capacities", get<BoundAllToAll>(&AllToAll::capacities),
                    "What one round can hold on this rank.");
 }
 

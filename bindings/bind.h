@@ -15,6 +15,12 @@ decltype(auto) without_gil(Call&& call) {
   return call();
 }
 
+/// What a member function of a Bound's core gives.
+template <class Bound, class Member>
+auto get(Member member) {
+  return [member](const Bound& self) { return without_gil([&] { return (self.core.*member)(); }); };
+}
+
 void bind_errors(nanobind::module_& m);
 void bind_communicator(nanobind::module_& m);
 void bind_allocator(nanobind::module_& m);

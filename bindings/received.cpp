@@ -39,14 +39,6 @@ void leave(BoundReceived& self, nb::handle error) {
   }
 }
 
-/// What a member function of the core gives.
-template <class Member>
-auto get(Member member) {
-  return [member](const BoundReceived& self) {
-    return without_gil([&] { return (self.core.*member)(); });
-  };
-}
-
 template <class Member>
 auto tensor_of(Member member) {
   return [member](BoundReceived& self) {
@@ -138,7 +130,7 @@ void bind_received(nb::module_& m) {
       "on\n"
       "first use, and never synchronize.");
   bind_views(c);
-  c.def_prop_ro("handle", get(&Received::handle))
+  c.def_prop_ro("handle", get<BoundReceived>(&Received::handle))
       .def_prop_ro(
           "routing",
           [](const BoundReceived& self) {
@@ -147,9 +139,9 @@ void bind_received(nb::module_& m) {
           },
           "Copies the counts and indices. On a GPU to new memory, on the stream of the round; not\n"
           "in a graph capture.")
-      .def_prop_ro("is_open", get(&Received::is_open))
-      .def_prop_ro("round_max_tokens", get(&Received::round_max_tokens))
-      .def_prop_ro("num_tokens", get(&Received::num_tokens),
+      .def_prop_ro("is_open", get<BoundReceived>(&Received::is_open))
+      .def_prop_ro("round_max_tokens", get<BoundReceived>(&Received::round_max_tokens))
+      .def_prop_ro("num_tokens", get<BoundReceived>(&Received::num_tokens),
                    "T of this rank; on a GPU the rows that dispatch was given.")
       .def(
           "host_counts",
